@@ -1,0 +1,432 @@
+"""`LLM`: the engine's front door. One step is plan, run, commit, sample, accept; everything else is around it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from . import hub, kv, roofline, sampler, text, weights
+from .blocks import KVPool
+from .config import EngineConfig, ModelConfig
+from .errors import RequestError
+from .metrics import RequestMetrics
+from .model import Transformer
+from .request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams, Status
+from .runner import Runner
+from .scheduler import Chunk, Plan, Scheduler
+
+Prompt = str | Sequence[int]
+CPU_KV_LIMIT = 4 * 2**30  # bytes of KV cache on a CPU, unless num_kv_blocks asks for more
+
+
+class LLM:
+    """A model, ready to generate.
+
+    model: a known name ("smollm2-135m"), a folder in Hugging Face layout, a .gguf file, or a hub id.
+    device: "auto" is CUDA if there is one, else CPU. dtype: "auto" is bfloat16 on CUDA and float32 on CPU.
+    The other arguments are those of `EngineConfig`.
+    """
+
+    def __init__(
+        self, model: str | Path = "smollm2-135m", *, device: str = "auto", dtype: str = "auto", **engine: Any
+    ) -> None:
+        config = EngineConfig(**engine)  # a wrong argument is refused before anything is loaded
+        device = _device(device)
+        kind = _dtype(dtype, device)
+        checkpoint = weights.open_checkpoint(hub.resolve(model))
+        tokenizer = checkpoint.tokenizer()
+        network = Transformer.from_state(checkpoint.config, checkpoint.state_dict(kind, device))
+        self._setup(checkpoint.config, network, tokenizer, config)
+
+    @classmethod
+    def from_parts(
+        cls, config: ModelConfig, model: Transformer, tokenizer: text.Tokenizer | None, **engine: Any
+    ) -> LLM:
+        """An engine around a model that is in memory already. Without a tokenizer, prompts are token ids."""
+        llm = cls.__new__(cls)
+        llm._setup(config, model, tokenizer, EngineConfig(**engine))
+        return llm
+
+    def _setup(
+        self, config: ModelConfig, model: Transformer, tokenizer: text.Tokenizer | None, engine: EngineConfig
+    ) -> None:
+        self.config, self.engine_config, self.model, self.tokenizer = config, engine, model, tokenizer
+        weight = model.embed.weight
+        length = min(engine.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+        num_blocks = engine.num_kv_blocks or _default_blocks(config, engine, length, weight)
+        self.max_model_len = min(length, num_blocks * engine.block_size)
+        self.cache = kv.KVCache(config, num_blocks, engine.block_size, weight.dtype, weight.device)
+        self.pool = KVPool(num_blocks, engine.block_size, engine.enable_prefix_caching)
+        self.scheduler = Scheduler(engine, self.pool, self.max_model_len)
+        self.runner = Runner(model, self.cache)
+        self.num_ids = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
+        self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
+        self._listeners: dict[str, deque[Delta]] = {}
+        self._count = 0  # requests so far
+        self._totals = dict.fromkeys(
+            ("steps", "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "seconds", "bytes"), 0.0
+        )
+
+    # ---- generate, chat, stream
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; one output for each prompt, in order.
+
+        prompts: text or token ids, or a list of them. params: one for all, or one for each prompt.
+        progress: show a bar; None shows it for several prompts on a terminal.
+        A prompt that cannot be served gets an output whose `error` says why; the others go on. If it is the only one,
+        that error is raised.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch = cast(list[Prompt], [prompts] if single else list(prompts))
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        if len(each) != len(batch):
+            raise RequestError(f"there are {len(batch)} prompts, but {len(each)} sampling parameters.")
+        outputs: dict[int, RequestOutput] = {}
+        pending: dict[str, int] = {}
+        for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
+            try:
+                pending[self.add_request(prompt, one)] = i
+            except RequestError as error:
+                if single:
+                    raise
+                outputs[i] = _refused(prompt, one, str(error))
+        show = progress if progress is not None else len(batch) > 1 and sys.stderr.isatty()
+        try:
+            with tqdm(total=len(pending), unit="prompt", disable=not show) as bar:
+                while pending:
+                    self.step()
+                    for request_id in [r for r in pending if self._is_done(r)]:
+                        outputs[pending.pop(request_id)] = self._collect(request_id)
+                        bar.update()
+        finally:
+            for request_id in pending:
+                self.abort(request_id)
+        if single and outputs[0].error:
+            raise RequestError(outputs[0].error)
+        return [outputs[i] for i in range(len(batch))]
+
+    def chat(
+        self, messages: Sequence[Any], params: SamplingParams | None = None, *, progress: bool | None = None
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}), or each of a list of conversations."""
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer, so it cannot render a chat.")
+        many = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+        prompts: list[Prompt] = [self.tokenizer.encode_chat(one) for one in (messages if many else [messages])]
+        return self.generate(prompts if many else prompts[0], params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yield text as it is generated. Leaving the loop early aborts the request."""
+        request_id = self.add_request(prompt, params or SamplingParams())
+        deltas = self._listeners[request_id] = deque()
+        try:
+            while not self._is_done(request_id) or deltas:
+                while deltas:
+                    yield deltas.popleft()
+                if not self._is_done(request_id):
+                    self.step()
+            if error := self.requests[request_id][0].error:
+                raise RequestError(error)
+        finally:
+            del self._listeners[request_id]
+            self.abort(request_id)
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> str:
+        """Queue a request for the coming steps and return its id. Raises RequestError if it cannot be served."""
+        request_id = request_id if request_id is not None else f"request-{self._count}"
+        if request_id in self.requests:
+            raise RequestError(f"a request with the id {request_id!r} is running already.")
+        tokens = self._encode(prompt)
+        eos = () if params.ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset(t for t in (*eos, *params.stop_token_ids) if 0 <= t < self.config.vocab_size)
+        seed = params.seed if params.seed is not None else (self.engine_config.seed << 32) + self._count
+        request = Request(
+            id=request_id,
+            tokens=tokens,
+            params=params,
+            metrics=RequestMetrics(arrival=time.perf_counter()),
+            order=self._count,
+            priority=priority,
+            prompt=prompt if isinstance(prompt, str) else None,
+            num_prompt=len(tokens),
+            num_forks=params.n - 1,
+            seed=seed % 2**63,
+            stop_ids=stop_ids,
+        )
+        self._start_text(request)
+        self.scheduler.add(request)
+        self._count += 1
+        self.requests[request_id] = [request]
+        self._totals["prompt_tokens"] += len(tokens)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state and forget it. An unknown or finished one is left alone."""
+        for request in self.requests.pop(request_id, []):
+            self.scheduler.finish(request, "abort")
+
+    # ---- one step
+
+    def step(self) -> list[tuple[Request, Delta]]:
+        """Run one step; returns what is new for each request that got a token, or ended."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan()
+        if not plan.chunks:
+            return []
+        logits = self.runner.run(plan)
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+        rows = [chunk for chunk in plan.chunks for _ in range(chunk.num_logits)]
+        news = []
+        for request in {c.request: None for c, good in zip(rows, finite, strict=True) if not good}:
+            news.append(self._fail(request, "the model's logits are not finite (NaN or infinity)"))
+        live = [r for r, chunk in enumerate(rows) if chunk.request.status is Status.RUNNING]
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
+        self.scheduler.commit(plan)
+        news += self._advance(plan, logits[live])
+        self._account(plan, time.perf_counter() - start)
+        for request, delta in news:
+            if request.id in self._listeners:
+                self._listeners[request.id].append(delta)
+        return news
+
+    def _advance(self, plan: Plan, logits: Tensor) -> list[tuple[Request, Delta]]:
+        """Sample a token for each request whose tokens are all computed."""
+        now, row = time.perf_counter(), 0
+        owners: list[Request] = []
+        picked: list[int] = []
+        news = []
+        for chunk in plan.chunks:
+            request, row = chunk.request, row + chunk.num_logits
+            if request.params.prompt_logprobs is not None:
+                self._score_prompt(chunk, logits[row - chunk.num_logits : row])
+            if request.num_computed < len(request.tokens):
+                continue
+            if request.params.max_tokens == 0:
+                news.append((request, self._end(request, "length")))
+                continue
+            siblings = [request, *self._fork(request)]
+            owners += siblings
+            picked += [row - 1] * len(siblings)
+        if owners:
+            tokens = sampler.sample(logits[picked], owners, [r.seed for r in owners], self.num_ids)
+            for request, token, place in zip(owners, tokens, picked, strict=True):
+                news.append((request, self._accept(request, token, logits[place], now)))
+        return news
+
+    def _fork(self, request: Request) -> list[Request]:
+        """The other completions of a prompt that was just computed; they share its blocks."""
+        children = []
+        for index in range(1, request.num_forks + 1):
+            child = Request(
+                id=request.id,
+                tokens=list(request.tokens),
+                params=request.params,
+                metrics=RequestMetrics(arrival=request.metrics.arrival),
+                order=request.order,
+                priority=request.priority,
+                index=index,
+                num_prompt=request.num_prompt,
+                num_cached=request.num_cached,
+                seed=(request.seed + index * 0x9E3779B9) % 2**63,
+                stop_ids=request.stop_ids,
+            )
+            self._start_text(child)
+            self.scheduler.fork(request, child)
+            self.requests[request.id].append(child)
+            children.append(child)
+        return children
+
+    def _accept(self, request: Request, token: int, logits: Tensor, now: float) -> Delta:
+        """Add a sampled token to its request: text, stop conditions, log probabilities."""
+        params = request.params
+        request.tokens.append(token)
+        request.metrics.token_times.append(now)
+        self._totals["output_tokens"] += 1
+        if params.logprobs is not None:
+            request.logprobs.append(sampler.top_logprobs(logits.log_softmax(-1), token, params.logprobs))
+        count = len(request.output)
+        if token in request.stop_ids:
+            return self._end(request, "stop", [token])
+        new, hit = request.detokenizer.push(token) if request.detokenizer else "", False
+        if request.stop_strings and count >= params.min_tokens:
+            new, hit = request.stop_strings.push(new)
+        request.text += new
+        if hit:
+            self.scheduler.finish(request, "stop")
+            request.metrics.finished = time.perf_counter()
+            return Delta(new, [token], "stop", request.index)
+        if count >= params.max_tokens or len(request.tokens) >= self.max_model_len:
+            delta = self._end(request, "length", [token])
+            return Delta(new + delta.text, [token], delta.finish_reason, request.index)
+        return Delta(new, [token], None, request.index)
+
+    def _end(self, request: Request, reason: str, tokens: Sequence[int] = ()) -> Delta:
+        """Finish a request; the delta holds the text that was held back until now."""
+        rest = request.detokenizer.flush() if request.detokenizer else ""
+        if request.stop_strings:
+            rest, hit = request.stop_strings.push(rest)
+            reason = "stop" if hit else reason
+            rest += "" if hit else request.stop_strings.flush()
+        request.text += rest
+        self.scheduler.finish(request, reason)
+        request.metrics.finished = time.perf_counter()
+        return Delta(rest, list(tokens), reason, request.index)
+
+    def _fail(self, request: Request, why: str) -> tuple[Request, Delta]:
+        """End one request with an error. Blocks that it computed are never matched again."""
+        request.error = f"request {request.id}: {why}"
+        self.pool.discard(request.block_table)
+        return request, self._end(request, "error")
+
+    def _score_prompt(self, chunk: Chunk, logits: Tensor) -> None:
+        """Logits at position p score the prompt's token p + 1."""
+        request, count = chunk.request, chunk.request.params.prompt_logprobs or 0
+        for place, logprobs in zip(range(chunk.start, chunk.end), logits.log_softmax(-1), strict=False):
+            if place + 1 < request.num_prompt:
+                scores = sampler.top_logprobs(logprobs, request.tokens[place + 1], count)
+                request.prompt_logprobs[place + 1] = scores
+
+    # ---- in and out
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this engine has no tokenizer: give token ids instead of text.")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise RequestError("the prompt is empty: there is nothing to continue.")
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < self.num_ids:
+                raise RequestError(f"the prompt holds {token!r}, but token ids go from 0 to {self.num_ids - 1}.")
+        return tokens
+
+    def _start_text(self, request: Request) -> None:
+        if self.tokenizer is not None:
+            request.detokenizer = text.IncrementalDetokenizer(self.tokenizer)
+            if request.params.stop:
+                request.stop_strings = text.StopStrings(list(request.params.stop))
+        elif request.params.stop:
+            raise RequestError("stop strings need a tokenizer, and this engine has none.")
+
+    def _is_done(self, request_id: str) -> bool:
+        return all(r.status is Status.FINISHED for r in self.requests[request_id])
+
+    def _collect(self, request_id: str) -> RequestOutput:
+        requests = self.requests.pop(request_id)
+        first = requests[0]
+        outputs = [
+            CompletionOutput(
+                r.index, r.text, r.output, r.finish_reason, r.logprobs if r.params.logprobs is not None else None
+            )
+            for r in requests
+        ]
+        scores: list[dict[int, float] | None] | None = None
+        if first.params.prompt_logprobs is not None:
+            scores = [first.prompt_logprobs.get(place) for place in range(first.num_prompt)]
+        errors = [r.error for r in requests if r.error]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.tokens[: first.num_prompt],
+            outputs=outputs,
+            num_cached_tokens=first.num_cached,
+            metrics=first.metrics,
+            prompt_logprobs=scores,
+            error=errors[0] if errors else None,
+        )
+
+    # ---- numbers
+
+    def _account(self, plan: Plan, seconds: float) -> None:
+        totals, element = self._totals, self.cache.data.element_size()
+        totals["steps"] += 1
+        totals["seconds"] += seconds
+        totals["computed_tokens"] += sum(chunk.end - chunk.start for chunk in plan.chunks)
+        lengths = [chunk.end for chunk in plan.chunks]
+        totals["bytes"] += roofline.step_bytes(self.config, lengths, self.model.embed.weight.element_size(), element)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the engine was made. Rates are per second of step time; bytes are weights and KV read."""
+        totals, pool = self._totals, self.pool
+        seconds = totals["seconds"] or float("nan")
+        return {
+            "num_waiting": len(self.scheduler.waiting),
+            "num_running": len(self.scheduler.running),
+            "blocks_total": len(pool.blocks),
+            "blocks_used": len(pool.blocks) - pool.num_free,
+            "kv_bytes_per_token": self.cache.bytes_per_token,
+            "preemptions": self.scheduler.num_preemptions,
+            "prefix_hit_rate": self.scheduler.num_hit_tokens / max(1, self.scheduler.num_queried_tokens),
+            "steps": totals["steps"],
+            "computed_tokens": totals["computed_tokens"],
+            "output_tokens": totals["output_tokens"],
+            "seconds": totals["seconds"],
+            "tokens_per_second": totals["output_tokens"] / seconds,
+            "gb_per_second": totals["bytes"] / seconds / 1e9,
+        }
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        raise RequestError(f"device {name!r} cannot be used here: {str(error).partition(chr(10))[0]}") from error
+    return name
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise RequestError(f"dtype {name!r} is unknown; use auto, {', '.join(known)}.")
+    return known[name]
+
+
+def _default_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, weight: Tensor) -> int:
+    """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use."""
+    per_token = kv.kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.element_size())
+    if weight.device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(weight.device)[0] * engine.memory_fraction)
+    else:
+        room = min(int(psutil.virtual_memory().available * engine.memory_fraction), CPU_KV_LIMIT)
+    fits = kv.max_tokens_in(room, per_token) // engine.block_size
+    if fits < 1:
+        raise RequestError(
+            f"{room} bytes are free for the KV cache, but one block takes {per_token * engine.block_size}."
+        )
+    return min(fits, kv.blocks_needed(max_model_len, engine.block_size) * engine.max_num_seqs)
+
+
+def _refused(prompt: Prompt, params: SamplingParams, why: str) -> RequestOutput:
+    return RequestOutput(
+        request_id="refused",
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=[] if isinstance(prompt, str) else list(prompt),
+        outputs=[CompletionOutput(0, "", [], "error")],
+        num_cached_tokens=0,
+        metrics=RequestMetrics(arrival=time.perf_counter()),
+        error=why,
+    )

@@ -1,0 +1,71 @@
+"""The KV cache: its arithmetic (pure functions) and its tensors (`KVCache`).
+
+A cache is one flat array of *slots* per layer. A slot holds the keys, or the values, of one token:
+[num_kv_heads, head_dim]. Slots are handed out in blocks of `block_size`; who owns which block is in `blocks.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int = 2) -> int:
+    """Bytes of keys and values that one token adds to the cache, over all layers.
+
+    `num_kv_heads`, not the number of query heads: with grouped-query attention several query heads share one KV head
+    (Ainslie et al. 2023, arXiv:2305.13245). `head_dim` is what the model's configuration says; it is not always
+    hidden_size / num_heads. `dtype_bytes` is 2 for fp16 and bf16, 4 for fp32.
+    """
+    # exercise 02.1
+    return 2 * num_layers * num_kv_heads * head_dim * dtype_bytes
+    # end exercise 02.1
+
+
+def max_tokens_in(num_bytes: int, bytes_per_token: int) -> int:
+    """How many whole tokens fit in `num_bytes` of cache memory."""
+    return num_bytes // bytes_per_token
+
+
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """How many blocks hold `num_tokens` tokens. The last block may be partly empty."""
+    return -(-num_tokens // block_size)
+
+
+def write_kv(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Store the keys (or values) of new tokens, in place.
+
+    cache: [num_slots, num_kv_heads, head_dim]; new: [T, num_kv_heads, head_dim]; slots: [T] int64, all different.
+    Row t of `new` goes to row slots[t] of `cache`. Nothing else changes.
+    """
+    # exercise 02.2
+    cache[slots] = new.to(cache.dtype)
+    # end exercise 02.2
+
+
+class KVCache:
+    """Keys and values of all layers, for `num_blocks` blocks and one spare block that padding may write to.
+
+    `keys[layer]` and `values[layer]` are [num_slots, num_kv_heads, head_dim]. The spare block has the number
+    `num_blocks`; no request ever owns it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        num_slots = (num_blocks + 1) * block_size
+        shape = (config.num_layers, 2, num_slots, config.num_kv_heads, config.head_dim)
+        self.data = torch.empty(shape, dtype=dtype, device=device)  # unused slots are never read
+        self.keys = [self.data[layer, 0] for layer in range(config.num_layers)]
+        self.values = [self.data[layer, 1] for layer in range(config.num_layers)]
+        self.bytes_per_token = kv_bytes_per_token(
+            config.num_layers, config.num_kv_heads, config.head_dim, self.data.element_size()
+        )
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block's keys and values, in every layer (copy-on-write)."""
+        size = self.block_size
+        self.data[:, :, target * size : (target + 1) * size] = self.data[:, :, source * size : (source + 1) * size]

@@ -1,0 +1,131 @@
+"""The decoder. One class for Llama, SmolLM2, Mistral, Qwen2 and Qwen3: they differ by flags in `ModelConfig`.
+
+It computes one *step*: the next tokens of several requests, one after another in a flat `Batch`, whatever their number
+for each request. There is no prefill and no decode in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import attention, kv
+from .config import ModelConfig
+
+
+@dataclass
+class Batch:
+    """One step's input. T tokens of N requests, request after request.
+
+    token_ids, positions, slots: [T] int64; slots say where in the cache each token's keys and values go.
+    groups: how the attention reads the cache. logit_rows: the places in 0..T-1 whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    groups: list[attention.Group]
+    logit_rows: Tensor
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Rotation speed of each pair of dimensions, radians per position: [head_dim / 2] float32.
+
+    Su et al. 2021, arXiv:2104.09864. With scaling kind "llama3", pairs that turn less than `low_freq_factor` times
+    within the original context are slowed down by `factor`, those that turn more than `high_freq_factor` times are
+    kept, and the band between is blended.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if config.rope_freq_divisors is not None:  # a GGUF file stores the result of the scaling
+        return frequencies / torch.tensor(config.rope_freq_divisors)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[..., i], x[..., i + D/2]) by its angle. x: [T, heads, D]; cos, sin: [T, 1, D/2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Block(nn.Module):
+    """Attention and MLP of one layer, each with its norm before it and a residual around it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        self.layer, self.window, self.dim = layer, config.window(layer), dim
+        self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.attn_norm = nn.RMSNorm(hidden, eps)
+        self.qkv = nn.Linear(hidden, sum(self.sizes) * dim, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
+        self.o = nn.Linear(config.num_heads * dim, hidden, bias=config.o_bias)
+        self.mlp_norm = nn.RMSNorm(hidden, eps)
+        self.gate_up = nn.Linear(hidden, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, hidden, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, batch: Batch, cache: kv.KVCache, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]. Writes this layer's keys and values of the T tokens into the cache."""
+        qkv = self.qkv(self.attn_norm(x)).view(len(x), -1, self.dim)
+        q, k, v = qkv.split(self.sizes, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        keys, values = cache.keys[self.layer], cache.values[self.layer]
+        kv.write_kv(keys, k, batch.slots)
+        kv.write_kv(values, v, batch.slots)
+        mixed = attention.paged(q, keys, values, batch.groups, self.dim**-0.5, self.window)
+        x = x + self.o(mixed.flatten(1))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Transformer(nn.Module):
+    """The whole decoder: embedding, blocks, final norm, head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.windows = {config.window(layer) for layer in range(config.num_layers)}
+        # from_pretrained draws no random numbers: drawing normals on "meta" makes torch import its compiler, 1.5 s
+        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.frequencies = rope_frequencies(config)
+
+    @classmethod
+    def from_state(cls, config: ModelConfig, state: dict[str, Tensor]) -> Transformer:
+        """Build around existing weights, without first making random ones. Names and shapes must match exactly."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.load_state_dict(state, strict=True, assign=True)
+        model.frequencies = rope_frequencies(config).to(model.embed.weight.device)
+        return model.requires_grad_(False).eval()
+
+    def forward(self, batch: Batch, cache: kv.KVCache, layers: Sequence[int] | None = None) -> Tensor:
+        """Hidden states after the final norm: [T, hidden]. `layers` runs only these blocks (early exit)."""
+        x = self.embed(batch.token_ids)
+        angles = (batch.positions[:, None].float() * self.frequencies)[:, None, :]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in range(len(self.layers)) if layers is None else layers:
+            x = self.layers[layer](x, batch, cache, cos, sin)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, hidden] -> [R, vocab] float32."""
+        weight = self.embed.weight if self.head is None else self.head.weight
+        return F.linear(hidden, weight).float()

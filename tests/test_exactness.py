@@ -1,0 +1,187 @@
+"""A request's tokens never depend on how they were computed: batch mates, chunks, blocks, pool size, prefix cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import TINY, greedy_reference, run, tiny_llm, tiny_model, tokens_of
+
+from minillm.engine import LLM
+from minillm.request import SamplingParams
+
+WINDOWED = dataclasses.replace(TINY, sliding_window=5, sliding_layers=(True, False), qk_norm=True, qkv_bias=True)
+GREEDY = SamplingParams(max_tokens=9, temperature=0)
+
+
+def prompts(seed: int, count: int, longest: int = 14) -> list[list[int]]:
+    """Prompts with shared beginnings, so that the prefix cache has work."""
+    random = torch.Generator().manual_seed(seed)
+    base = torch.randint(1, 96, (longest,), generator=random).tolist()
+    made = []
+    for _ in range(count):
+        cut, length = torch.randint(0, longest, (2,), generator=random).tolist()
+        made.append(base[:cut] + torch.randint(1, 96, (max(1, length - cut),), generator=random).tolist())
+    return made
+
+
+@pytest.fixture(scope="module", params=["plain", "windowed"])
+def case(request):
+    """A model, prompts and their tokens by the plain path."""
+    model = tiny_model(TINY if request.param == "plain" else WINDOWED)
+    work = prompts(3, 5)
+    return model, work, [greedy_reference(model, prompt, 9) for prompt in work]
+
+
+SETTINGS = list(itertools.product([1, 4, 16], [1, 3, 64], [True, False]))
+
+
+@pytest.mark.parametrize("block_size,chunk,caching", SETTINGS)
+@pytest.mark.parametrize("pool", ["large", "small", "two blocks"])
+def test_equals_the_plain_path(case, block_size: int, chunk: int, caching: bool, pool: str) -> None:
+    model, work, expected = case
+    longest = max(len(p) for p in work) + 9
+    blocks = {"large": 256, "small": -(-longest // block_size) + 1, "two blocks": 2}[pool]
+    if pool == "two blocks" and 2 * block_size < longest:  # what two blocks hold: a short prompt and fewer tokens
+        room = 2 * block_size
+        work = [p[: max(1, room - 1)][: max(1, room // 2)] for p in work]
+        params = SamplingParams(max_tokens=room - max(len(p) for p in work) or 1, temperature=0)
+        expected = [greedy_reference(model, p, params.max_tokens) for p in work]
+    else:
+        params = GREEDY
+    llm = LLM.from_parts(
+        model.config, model, None,
+        block_size=block_size, num_kv_blocks=blocks, max_num_batched_tokens=chunk, enable_prefix_caching=caching,
+    )  # fmt: skip
+    for _ in range(2):  # the second round meets a warm prefix cache
+        assert tokens_of(run(llm, work, params)) == expected
+    if pool == "small" and chunk == 64:
+        assert llm.scheduler.num_preemptions > 0, "this pool was meant to force preemption"
+
+
+def test_unchunked_equals_the_plain_path(case) -> None:
+    model, work, expected = case
+    llm = LLM.from_parts(
+        model.config, model, None,
+        block_size=4, num_kv_blocks=12, max_num_batched_tokens=32, enable_chunked_prefill=False,
+    )  # fmt: skip
+    assert tokens_of(run(llm, work, GREEDY)) == expected
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 5),
+    arrivals=st.lists(st.integers(0, 12), min_size=1, max_size=7),
+    aborts=st.dictionaries(st.integers(0, 6), st.integers(0, 20), max_size=3),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    blocks=st.integers(2, 40),
+    chunk=st.sampled_from([1, 3, 8, 64]),
+    seats=st.integers(1, 8),
+    caching=st.booleans(),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_any_arrivals_and_aborts(
+    seed, arrivals, aborts, block_size, blocks, chunk, seats, caching, temperature
+) -> None:
+    """Requests come and go at any step; those that stay get the tokens of their solo run."""
+    blocks = max(blocks, -(-24 // block_size))
+    model = tiny_model()
+    work = prompts(seed, len(arrivals), longest=12)
+    each = [SamplingParams(max_tokens=8, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(work))]
+    solo = LLM.from_parts(TINY, model, None, enable_prefix_caching=False, num_kv_blocks=64)
+    llm = LLM.from_parts(
+        TINY, model, None, block_size=block_size, num_kv_blocks=blocks, max_num_batched_tokens=chunk,
+        max_num_seqs=seats, enable_prefix_caching=caching,
+    )  # fmt: skip
+    got: dict[int, list[int]] = {i: [] for i in range(len(work))}
+    for step in range(2000):
+        for i, when in enumerate(arrivals):
+            if when == step:
+                llm.add_request(work[i], each[i], request_id=str(i))
+        for i, when in aborts.items():
+            if when == step:
+                llm.abort(str(i))
+        for request, delta in llm.step():
+            got[int(request.id)] += delta.token_ids
+        llm.scheduler.check()
+        if step > 20 and not (llm.scheduler.waiting or llm.scheduler.running):
+            break
+    else:
+        pytest.fail("no end")
+    assert llm.pool.num_free == blocks
+    for i, prompt in enumerate(work):
+        expected = solo.generate(prompt, each[i])[0].outputs[0].token_ids
+        aborted = i in aborts and aborts[i] >= arrivals[i]
+        assert got[i] == expected[: len(got[i])] if aborted else got[i] == expected
+
+
+def test_a_seed_survives_everything() -> None:
+    """vLLM issue 51226: alone, with unseeded and seeded mates, as third row, after preemption: the same ids."""
+    params = SamplingParams(max_tokens=16, temperature=0.8, seed=42, ignore_eos=True)
+    free = SamplingParams(max_tokens=16, temperature=0.8, ignore_eos=True)
+    other = SamplingParams(max_tokens=16, temperature=1.2, seed=7, top_k=9, ignore_eos=True)
+    prompt = [7, 8, 9]
+    alone = tokens_of(run(tiny_llm(), [prompt], params))[0]
+    assert tokens_of(run(tiny_llm(), [prompt, [4]], [params, free]))[0] == alone
+    assert tokens_of(run(tiny_llm(), [prompt, [4]], [params, other]))[0] == alone
+    assert tokens_of(run(tiny_llm(), [[4], [5, 6], prompt], [free, other, params]))[2] == alone
+    tight = tiny_llm(block_size=4, num_kv_blocks=6)
+    assert tokens_of(run(tight, [[4], [5, 6], prompt], [free, other, params]))[2] == alone
+    assert tight.scheduler.num_preemptions > 0
+    assert tokens_of(run(tiny_llm(), [prompt], dataclasses.replace(params, seed=43)))[0] != alone
+
+
+def test_unseeded_requests_differ_but_engines_repeat() -> None:
+    free = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    first, second = (tokens_of(run(tiny_llm(), [[5], [5]], free)) for _ in range(2))
+    assert first == second and first[0] != first[1]
+    assert tokens_of(run(tiny_llm(seed=0), [[5]], free))[0] == first[0]
+
+
+def test_two_models_in_one_process_do_not_meet() -> None:
+    one, two = tiny_llm(seed=0), tiny_llm(seed=1)
+    expected = [greedy_reference(llm.model, [5, 6], 8) for llm in (one, two)]
+    streams = [llm.stream([5, 6], SamplingParams(max_tokens=8, temperature=0)) for llm in (one, two)]
+    got = [[d.token_ids[0] for d in deltas] for deltas in zip(*streams, strict=True)]
+    assert [list(tokens) for tokens in zip(*got, strict=True)] == expected
+
+
+@pytest.mark.parametrize("damage", ["mask", "slots", "positions", "foreign prefix"])
+def test_the_comparison_can_fail(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong line in the engine is seen by the comparisons above."""
+    from minillm import attention
+    from minillm.blocks import KVPool
+    from minillm.runner import Runner
+
+    model, work, params = tiny_model(), [9, 8, 7, 6, 5, 4, 3, 2, 1], SamplingParams(max_tokens=8, temperature=0)
+    expected = greedy_reference(model, work, 8)
+    llm = LLM.from_parts(TINY, model, None, block_size=4, num_kv_blocks=16, max_num_batched_tokens=4)
+    assert llm.generate(work, params)[0].outputs[0].token_ids == expected
+    llm.generate([1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(max_tokens=1))
+    mask, build = attention.causal_mask, Runner.build
+
+    def sees_the_last_key(queries: int, context: int, window: int | None = None) -> torch.Tensor:
+        return mask(queries, context, window) | (torch.arange(context) == context - 1)
+
+    def build_wrong(self: Runner, plan: object) -> object:
+        batch = build(self, plan)
+        if damage == "slots":
+            batch.slots = batch.slots.flip(0)
+        else:
+            batch.positions = batch.positions - batch.positions[0]
+        return batch
+
+    if damage == "mask":
+        monkeypatch.setattr(attention, "causal_mask", sees_the_last_key)
+    elif damage == "foreign prefix":
+        foreign = llm.pool.match([1, 2, 3, 4, 5, 6, 7, 8, 9])
+        monkeypatch.setattr(KVPool, "match", lambda self, tokens: foreign)
+    else:
+        monkeypatch.setattr(Runner, "build", build_wrong)
+    if damage != "foreign prefix":
+        llm.pool.discard(range(16))
+    assert llm.generate(work, params)[0].outputs[0].token_ids != expected

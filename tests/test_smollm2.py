@@ -1,0 +1,81 @@
+"""The real model: the same GGUF in transformers and here gives the same greedy tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minillm import hub
+from minillm.engine import LLM
+from minillm.request import SamplingParams
+
+PROMPTS = [
+    "The capital of France is",
+    "Write a short poem about the sea.",
+    "def fibonacci(n):",
+    "Once upon a time, there was a",
+    "Water boils at",
+    "Q: What is 12 times 12?\nA:",
+    "The three primary colours are",
+    "Dear Sir or Madam,\n\n",
+    "Das Wetter ist heute",
+    "import numpy as np\n\n",
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("smollm2-135m", num_kv_blocks=256)
+
+
+@pytest.mark.timeout(600)
+def test_greedy_tokens_equal_transformers(llm: LLM) -> None:
+    import transformers
+
+    path = hub.resolve("smollm2-135m")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    theirs.generation_config.eos_token_id = None  # all 64 tokens, whatever they are
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
+    longest = max(len(o.prompt_token_ids) for o in outputs)
+    padded = torch.tensor([[0] * (longest - len(o.prompt_token_ids)) + o.prompt_token_ids for o in outputs])
+    mask = torch.tensor([[0] * (longest - len(o.prompt_token_ids)) + [1] * len(o.prompt_token_ids) for o in outputs])
+    with torch.no_grad():
+        whole = theirs.generate(padded, attention_mask=mask, max_new_tokens=64, do_sample=False, pad_token_id=0)
+    for output, expected in zip(outputs, whole[:, longest:].tolist(), strict=True):
+        assert output.outputs[0].token_ids == expected, output.prompt
+    with torch.no_grad():
+        tokens = outputs[0].prompt_token_ids + outputs[0].outputs[0].token_ids
+        expected = theirs(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    scored = llm.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))[0].prompt_logprobs
+    for place in range(1, len(tokens)):
+        assert scored[place][tokens[place]] == pytest.approx(expected[place - 1, tokens[place]].item(), abs=1e-3)
+
+
+def test_chat_stream_and_stop_strings(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Name three colours."}]
+    params = SamplingParams(max_tokens=24, temperature=0)
+    whole = llm.chat(messages, params)[0].outputs[0].text
+    prompt = llm.tokenizer.encode_chat(messages)
+    deltas = list(llm.stream(prompt, params))
+    assert "".join(d.text for d in deltas) == whole and deltas[-1].finish_reason is not None
+    word = whole.split()[3]
+    cut = llm.generate(prompt, SamplingParams(max_tokens=24, temperature=0, stop=[word]))[0].outputs[0]
+    assert cut.text == whole[: whole.index(word)] and cut.finish_reason == "stop"
+
+
+def test_prefix_cache_saves_the_shared_part(llm: LLM) -> None:
+    shared = "You are a helpful assistant. Answer in one short sentence. " * 8
+    params = SamplingParams(max_tokens=8, temperature=0)
+    llm.generate(shared + "What is the sun?", params)
+    warm = llm.generate(shared + "What is the moon?", params)[0]
+    assert warm.num_cached_tokens >= 80
+    plain = LLM.from_parts(llm.config, llm.model, llm.tokenizer, num_kv_blocks=64, enable_prefix_caching=False)
+    assert plain.generate(shared + "What is the moon?", params)[0].outputs[0].token_ids == warm.outputs[0].token_ids
+
+
+def test_importing_the_engine_does_not_import_transformers() -> None:
+    code = "import sys, minillm, minillm.engine, minillm.cli; minillm.LLM; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
