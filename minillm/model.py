@@ -39,11 +39,11 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     within the original context are slowed down by `factor`, those that turn more than `high_freq_factor` times are
     kept, and the band between is blended.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponent
     scaling = config.rope_scaling
     if config.rope_freq_divisors is not None:  # a GGUF file stores the result of the scaling
-        return frequencies / torch.tensor(config.rope_freq_divisors)
+        return frequencies / torch.tensor(config.rope_freq_divisors, device="cpu")
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
@@ -60,6 +60,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x W^T + b, as torch's nn.Linear but without random weights: no one needs them, and making them takes a second."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight, self.bias = _empty(out_size, in_size), _empty(out_size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, over the last dimension. Zhang, Sennrich 2019, arXiv:1910.07467."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = _empty(size), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    """Row `id` of the table for each token id."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = _empty(count, size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
 class Block(nn.Module):
     """Attention and MLP of one layer, each with its norm before it and a residual around it."""
 
@@ -68,14 +105,14 @@ class Block(nn.Module):
         hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         self.layer, self.window, self.dim = layer, config.window(layer), dim
         self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self.attn_norm = nn.RMSNorm(hidden, eps)
-        self.qkv = nn.Linear(hidden, sum(self.sizes) * dim, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
-        self.o = nn.Linear(config.num_heads * dim, hidden, bias=config.o_bias)
-        self.mlp_norm = nn.RMSNorm(hidden, eps)
-        self.gate_up = nn.Linear(hidden, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, hidden, bias=config.mlp_bias)
+        self.attn_norm = RMSNorm(hidden, eps)
+        self.qkv = Linear(hidden, sum(self.sizes) * dim, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(dim, eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, eps) if config.qk_norm else None
+        self.o = Linear(config.num_heads * dim, hidden, bias=config.o_bias)
+        self.mlp_norm = RMSNorm(hidden, eps)
+        self.gate_up = Linear(hidden, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, batch: Batch, cache: kv.KVCache, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. Writes this layer's keys and values of the T tokens into the cache."""
@@ -100,11 +137,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.windows = {config.window(layer) for layer in range(config.num_layers)}
-        # from_pretrained draws no random numbers: drawing normals on "meta" makes torch import its compiler, 1.5 s
-        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.frequencies = rope_frequencies(config)
 
     @classmethod
@@ -113,7 +149,7 @@ class Transformer(nn.Module):
         with torch.device("meta"):
             model = cls(config)
         model.load_state_dict(state, strict=True, assign=True)
-        model.frequencies = rope_frequencies(config).to(model.embed.weight.device)
+        model.frequencies = model.frequencies.to(model.embed.weight.device)
         return model.requires_grad_(False).eval()
 
     def forward(self, batch: Batch, cache: kv.KVCache, layers: Sequence[int] | None = None) -> Tensor:

@@ -43,7 +43,8 @@ def linear_params(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, context_len: int) -> int:
     """FLOPs of one token's forward pass that attends to `context_len` tokens, itself included.
 
-    Two per weight (multiply, add). Attention adds 2 for q.k and 2 for p.v, for each query head, dimension and token.
+    Two per weight (multiply, add). Attention adds 2 for q.k and 2 for p.v, for each layer, query head, dimension and
+    token.
     """
     # exercise 01.1
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * context_len
