@@ -62,11 +62,11 @@ def _intro(stage: Stage, kind: str) -> str:
     rows = "\n".join(f"| {ex.id} | {ex.title} | {_stars(ex)} | {ex.minutes} |" for ex in stage.exercises())
     if kind == "exercises":
         how = f"""
-            First read [the lesson](../notebooks/{stage.file_name}). For each exercise: write your code in the cell that
-            says `raise NotImplementedError`, try it in the scratch cell, then run the check. The check says what is
-            wrong and what the likely mistake is. Stuck? Open the hints one at a time. When a check passes, `plug_in`
-            runs the real engine on *your* code. [Solutions](../solutions/{stage.file_name}), with reasons, are there
-            when you want them."""
+            First read [the lesson](../notebooks/{stage.file_name}). For each exercise: put your code in place of
+            `raise NotImplementedError` (or your answers in place of `None`), try it in the scratch cell, then run the
+            check. The check says what is wrong and what the likely mistake is. Stuck? Open the hints one at a time.
+            When a check passes, `plug_in` runs the real engine on *your* code.
+            [Solutions](../solutions/{stage.file_name}), with reasons, are there when you want them."""
     else:
         how = f"""
             What the engine itself does, why it is right, what else would be, and the wrong answers that people

@@ -1,0 +1,5 @@
+"""`python -m minillm` is the `minillm` command."""
+
+from .cli import main
+
+main()
