@@ -181,10 +181,13 @@ class KVPool:
 
     def discard(self, table: Sequence[int]) -> None:
         """Never match these blocks again, nor what was computed from them (their content turned out to be wrong)."""
-        doomed = set(table)
-        while more := {n for n, block in enumerate(self.blocks) if block.parent in doomed} - doomed:
-            doomed |= more
-        for number in doomed:
+        children: dict[int, list[int]] = {}
+        for number, block in enumerate(self.blocks):
+            children.setdefault(block.parent, []).append(number)
+        doomed = list(table)
+        while doomed:
+            number = doomed.pop()
+            doomed += children.pop(number, [])
             self._forget(number)
 
     def _forget(self, number: int) -> None:

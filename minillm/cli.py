@@ -38,6 +38,9 @@ class Group(click.Group):
         except MinillmError as error:
             click.echo(f"minillm: {error}", err=True)
             ctx.exit(2)
+        except OSError as error:  # a full disk, a closed pipe
+            click.echo(f"minillm: {error.strerror or error}", err=True)
+            ctx.exit(2)
 
 
 def _options(*options: Any) -> Any:
@@ -74,6 +77,9 @@ def _sampling(max_tokens: int, temperature: float, top_p: float) -> Any:
 @click.version_option(__version__)
 def main() -> None:
     """minillm: a small, complete LLM inference engine, and the course that teaches it."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets "?", not an error
+            stream.reconfigure(errors="replace")
 
 
 @main.command()
@@ -89,7 +95,8 @@ def generate(prompt: str, model: str, device: str, dtype: str, as_chat: bool, as
     from .request import SamplingParams
 
     params = SamplingParams(**sampling)  # a wrong value is refused before the model is loaded
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if prompt == "-":
+        prompt = sys.stdin.read() if sys.stdin else ""
     llm = _load(model, device, dtype)
     text = _conversation(llm, [{"role": "user", "content": prompt}]) if as_chat else prompt
     if not as_json and params.n == 1:
@@ -108,7 +115,7 @@ def generate(prompt: str, model: str, device: str, dtype: str, as_chat: bool, as
         "outputs": [vars(one) for one in output.outputs],
         "metrics": output.metrics.as_dict(),
     }
-    click.echo(json.dumps(report, ensure_ascii=False, indent=2))
+    click.echo(json.dumps(report, indent=2))
 
 
 @main.command()
@@ -160,7 +167,7 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
 def _ask() -> str:
     """The user's next line; "" at the end of the input."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return input("> " if sys.stdin.isatty() else "").strip() if sys.stdin else ""
     except EOFError:
         return ""
 

@@ -257,12 +257,11 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("num_kv_blocks", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise RequestError(f"{name} must be at least 1, got {value}.")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise RequestError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}.")
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "max_model_len", "seed"):
+            value, least = getattr(self, name), 0 if name == "seed" else 1
+            if value is None and name in ("num_kv_blocks", "max_model_len"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise RequestError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if not isinstance(self.memory_fraction, int | float) or not 0.0 < self.memory_fraction <= 1.0:
+            raise RequestError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}.")

@@ -53,7 +53,7 @@ def findings() -> Iterator[Finding]:
         return
     yield Finding("torch", "ok", torch.__version__)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    no_gpu = "All lessons run on the CPU: GPU kernels in Triton's interpreter, GPU numbers from committed files."
+    no_gpu = "Not needed: all lessons run on the CPU. (GPU kernels come in stage 14, in Triton's interpreter.)"
     yield Finding("GPU", "ok" if gpus else "missing", ", ".join(gpus) or "no CUDA device", "" if gpus else no_gpu)
     yield Finding("CPU threads", "ok", f"{torch.get_num_threads()} used of {os.cpu_count()}")
     free = psutil.virtual_memory().available / 1e9
@@ -80,7 +80,7 @@ def findings() -> Iterator[Finding]:
         found = find_spec(module) is not None
         todo = "Install the extras: minillm[course,test]"
         if module == "triton":
-            todo = "It comes with the GPU builds of torch for Linux."
+            todo = "Not needed before stage 14. It comes with the GPU builds of torch for Linux."
         yield Finding(module, "ok" if found else "missing", purpose, "" if found else todo)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None) or _own_chromium()
     todo = "Only the browser test needs it: playwright install chromium"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +35,7 @@ class LLM:
 
     model: a known name ("smollm2-135m"), a folder in Hugging Face layout, a .gguf file, or a hub id.
     device: "auto" is CUDA if there is one, else CPU. dtype: "auto" is bfloat16 on CUDA and float32 on CPU.
-    The other arguments are those of `EngineConfig`.
+    The other arguments are those of `EngineConfig`. An engine belongs to one thread.
     """
 
     def __init__(
@@ -72,9 +74,7 @@ class LLM:
         self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
         self._listeners: dict[str, deque[Delta]] = {}
         self._count = 0  # requests so far
-        self._totals = dict.fromkeys(
-            ("steps", "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "seconds", "bytes"), 0.0
-        )
+        self._totals = dict.fromkeys(("steps", "computed_tokens", "output_tokens", "seconds", "bytes"), 0.0)
 
     # ---- generate, chat, stream
 
@@ -92,22 +92,25 @@ class LLM:
         A prompt that cannot be served gets an output whose `error` says why; the others go on. If it is the only one,
         that error is raised.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # numpy and torch
+        if not isinstance(prompts, (str, bytes, list, tuple)):
+            raise RequestError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}.")
+        single = isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         batch = cast(list[Prompt], [prompts] if single else list(prompts))
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"there are {len(batch)} prompts, but {len(each)} sampling parameters.")
         outputs: dict[int, RequestOutput] = {}
         pending: dict[str, int] = {}
-        for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
-            try:
-                pending[self.add_request(prompt, one)] = i
-            except RequestError as error:
-                if single:
-                    raise
-                outputs[i] = _refused(prompt, one, str(error))
         show = progress if progress is not None else len(batch) > 1 and sys.stderr.isatty()
         try:
+            for i, (prompt, one) in enumerate(zip(batch, each, strict=True)):
+                try:
+                    pending[self.add_request(prompt, one)] = i
+                except RequestError as error:
+                    if single:
+                        raise
+                    outputs[i] = _refused(prompt, str(error))
             with tqdm(total=len(pending), unit="prompt", disable=not show) as bar:
                 while pending:
                     self.step()
@@ -141,7 +144,7 @@ class LLM:
                     yield deltas.popleft()
                 if not self._is_done(request_id):
                     self.step()
-            if error := self.requests[request_id][0].error:
+            if error := next((r.error for r in self.requests.get(request_id, []) if r.error), None):
                 raise RequestError(error)
         finally:
             del self._listeners[request_id]
@@ -150,14 +153,24 @@ class LLM:
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
     ) -> str:
-        """Queue a request for the coming steps and return its id. Raises RequestError if it cannot be served."""
-        request_id = request_id if request_id is not None else f"request-{self._count}"
-        if request_id in self.requests:
+        """Queue a request for the coming steps and return its id. Raises RequestError if it cannot be served.
+
+        Each `step` returns what is new; `requests[request_id]` holds the completions until `abort` forgets them.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}.")
+        if request_id is None:
+            names = (f"request-{k}" for k in itertools.count(self._count))
+            request_id = next(name for name in names if name not in self.requests)
+        if request_id in self.requests and not self._is_done(request_id):
             raise RequestError(f"a request with the id {request_id!r} is running already.")
         tokens = self._encode(prompt)
         eos = () if params.ignore_eos else self.config.eos_token_ids
         stop_ids = frozenset(t for t in (*eos, *params.stop_token_ids) if 0 <= t < self.config.vocab_size)
-        seed = params.seed if params.seed is not None else (self.engine_config.seed << 32) + self._count
+        if params.min_tokens and len(stop_ids) >= self.num_ids:
+            raise RequestError("min_tokens cannot be met: every token is a stop token.")
+        # without a seed of its own, a request gets one that nobody would choose
+        seed = params.seed if params.seed is not None else ((self.engine_config.seed + 1) << 40) + self._count
         request = Request(
             id=request_id,
             tokens=tokens,
@@ -175,21 +188,34 @@ class LLM:
         self.scheduler.add(request)
         self._count += 1
         self.requests[request_id] = [request]
-        self._totals["prompt_tokens"] += len(tokens)
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state and forget it. An unknown or finished one is left alone."""
+        """End a request in any state and forget it; its stream ends. An unknown one is left alone."""
         for request in self.requests.pop(request_id, []):
-            self.scheduler.finish(request, "abort")
+            if request.status is not Status.FINISHED:
+                self.scheduler.finish(request, "abort")
+                self._tell(request, Delta("", [], "abort", request.index))
 
     # ---- one step
 
     def step(self) -> list[tuple[Request, Delta]]:
-        """Run one step; returns what is new for each request that got a token, or ended."""
+        """Run one step; returns what is new for each request that got a token, or ended.
+
+        An exception leaves the engine usable: its requests are queued again and go on with the next step.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self.scheduler.restart()
+            raise
+
+    def _step(self) -> list[tuple[Request, Delta]]:
         start = time.perf_counter()
         plan = self.scheduler.plan()
         if not plan.chunks:
+            if self.scheduler.waiting:
+                raise RuntimeError("no request can be scheduled, although some wait: this is a bug in the scheduler")
             return []
         logits = self.runner.run(plan)
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
@@ -202,14 +228,17 @@ class LLM:
         self.scheduler.commit(plan)
         news += self._advance(plan, logits[live])
         self._account(plan, time.perf_counter() - start)
-        for request, delta in news:
-            if request.id in self._listeners:
-                self._listeners[request.id].append(delta)
         return news
+
+    def _tell(self, request: Request, delta: Delta) -> tuple[Request, Delta]:
+        """Hand a delta to the request's stream, if there is one."""
+        if request.id in self._listeners:
+            self._listeners[request.id].append(delta)
+        return request, delta
 
     def _advance(self, plan: Plan, logits: Tensor) -> list[tuple[Request, Delta]]:
         """Sample a token for each request whose tokens are all computed."""
-        now, row = time.perf_counter(), 0
+        row = 0
         owners: list[Request] = []
         picked: list[int] = []
         news = []
@@ -219,16 +248,17 @@ class LLM:
                 self._score_prompt(chunk, logits[row - chunk.num_logits : row])
             if request.num_computed < len(request.tokens):
                 continue
-            if request.params.max_tokens == 0:
-                news.append((request, self._end(request, "length")))
-                continue
             siblings = [request, *self._fork(request)]
+            if request.params.max_tokens == 0:
+                news += [self._tell(one, self._end(one, "length")) for one in siblings]
+                continue
             owners += siblings
             picked += [row - 1] * len(siblings)
         if owners:
             tokens = sampler.sample(logits[picked], owners, [r.seed for r in owners], self.num_ids)
+            now = time.perf_counter()
             for request, token, place in zip(owners, tokens, picked, strict=True):
-                news.append((request, self._accept(request, token, logits[place], now)))
+                news.append(self._tell(request, self._accept(request, token, logits[place], now)))
         return news
 
     def _fork(self, request: Request) -> list[Request]:
@@ -249,8 +279,8 @@ class LLM:
                 stop_ids=request.stop_ids,
             )
             self._start_text(child)
-            self.scheduler.fork(request, child)
             self.requests[request.id].append(child)
+            self.scheduler.fork(request, child)
             children.append(child)
         return children
 
@@ -262,7 +292,7 @@ class LLM:
         self._totals["output_tokens"] += 1
         if params.logprobs is not None:
             request.logprobs.append(sampler.top_logprobs(logits.log_softmax(-1), token, params.logprobs))
-        count = len(request.output)
+        count = request.num_output
         if token in request.stop_ids:
             return self._end(request, "stop", [token])
         new, hit = request.detokenizer.push(token) if request.detokenizer else "", False
@@ -294,7 +324,7 @@ class LLM:
         """End one request with an error. Blocks that it computed are never matched again."""
         request.error = f"request {request.id}: {why}"
         self.pool.discard(request.block_table)
-        return request, self._end(request, "error")
+        return self._tell(request, self._end(request, "error"))
 
     def _score_prompt(self, chunk: Chunk, logits: Tensor) -> None:
         """Logits at position p score the prompt's token p + 1."""
@@ -312,11 +342,14 @@ class LLM:
                 raise RequestError("this engine has no tokenizer: give token ids instead of text.")
             tokens = self.tokenizer.encode(prompt)
         else:
-            tokens = list(prompt)
+            prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            if not isinstance(prompt, (list, tuple)):
+                raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}.")
+            tokens = [t if isinstance(t, bool) or not isinstance(t, Integral) else int(t) for t in prompt]
         if not tokens:
             raise RequestError("the prompt is empty: there is nothing to continue.")
         for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < self.num_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.num_ids:
                 raise RequestError(f"the prompt holds {token!r}, but token ids go from 0 to {self.num_ids - 1}.")
         return tokens
 
@@ -329,7 +362,7 @@ class LLM:
             raise RequestError("stop strings need a tokenizer, and this engine has none.")
 
     def _is_done(self, request_id: str) -> bool:
-        return all(r.status is Status.FINISHED for r in self.requests[request_id])
+        return all(r.status is Status.FINISHED for r in self.requests.get(request_id, []))
 
     def _collect(self, request_id: str) -> RequestOutput:
         requests = self.requests.pop(request_id)
@@ -350,7 +383,9 @@ class LLM:
             prompt_token_ids=first.tokens[: first.num_prompt],
             outputs=outputs,
             num_cached_tokens=first.num_cached,
-            metrics=first.metrics,
+            metrics=RequestMetrics(
+                first.metrics.arrival, first.metrics.token_times, max(r.metrics.finished or 0.0 for r in requests)
+            ),
             prompt_logprobs=scores,
             error=errors[0] if errors else None,
         )
@@ -393,6 +428,8 @@ def _device(name: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch raises either
         raise RequestError(f"device {name!r} cannot be used here: {str(error).partition(chr(10))[0]}") from error
+    if not name.startswith(("cpu", "cuda")):
+        raise RequestError(f"device {name!r} is not supported; use auto, cpu or cuda.")
     return name
 
 
@@ -420,11 +457,11 @@ def _default_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: in
     return min(fits, kv.blocks_needed(max_model_len, engine.block_size) * engine.max_num_seqs)
 
 
-def _refused(prompt: Prompt, params: SamplingParams, why: str) -> RequestOutput:
+def _refused(prompt: object, why: str) -> RequestOutput:
     return RequestOutput(
         request_id="refused",
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=[] if isinstance(prompt, str) else list(prompt),
+        prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [],
         outputs=[CompletionOutput(0, "", [], "error")],
         num_cached_tokens=0,
         metrics=RequestMetrics(arrival=time.perf_counter()),

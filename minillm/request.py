@@ -22,6 +22,7 @@ class SamplingParams:
     the model's own end tokens. logprobs: for each generated token, its log probability and those of the so many
     likeliest, from the model's raw logits. prompt_logprobs: the same for the prompt's tokens (the first has none).
     repetition_penalty counts prompt and output; presence_ and frequency_penalty count the output only.
+    A stop string counts if it begins after min_tokens. The values are read while the request runs: do not change them.
     """
 
     max_tokens: int = 16
@@ -42,8 +43,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        self.stop_token_ids = tuple(self.stop_token_ids or ())
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), (list, tuple, range, set, frozenset, type(None))):
+                raise RequestError(f"{name} must be a list, got {getattr(self, name)!r}.")
+        self.stop, self.stop_token_ids = list(self.stop), tuple(self.stop_token_ids or ())
         for name in ("max_tokens", "min_tokens", "top_k", "n", "logprobs", "prompt_logprobs"):
             value, least = getattr(self, name), int(name == "n")
             if value is None and name.endswith("logprobs"):
@@ -130,6 +134,10 @@ class Request:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
 
     @property
     def sort_key(self) -> tuple[int, int, int]:

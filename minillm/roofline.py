@@ -32,7 +32,7 @@ class Machine:
 
 
 def linear_params(config: ModelConfig) -> int:
-    """Weights that every token is multiplied with: all matrices and the head. The embedding is a look-up, not read."""
+    """Weights that every token is multiplied with: all matrices and the output head. An embedding is looked up."""
     heads = config.num_heads + 2 * config.num_kv_heads
     qkv = config.hidden_size * heads * config.head_dim
     out = config.num_heads * config.head_dim * config.hidden_size
@@ -43,8 +43,7 @@ def linear_params(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, context_len: int) -> int:
     """FLOPs of one token's forward pass that attends to `context_len` tokens, itself included.
 
-    Two per weight (multiply, add). Attention adds 2 for q.k and 2 for p.v, for each layer, query head, dimension and
-    token.
+    Two per weight (multiply, add), and attention's two products, scores and mixing, of every query head in every layer.
     """
     # exercise 01.1
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * context_len

@@ -52,8 +52,9 @@ def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    drop = torch.empty_like(before, dtype=torch.bool).scatter_(1, order, before >= p[:, None])
+    reached = probs.cumsum(dim=-1) - probs >= p[:, None]
+    reached[:, 0] = False  # the likeliest stays, also where p is too small for float32
+    drop = torch.empty_like(reached).scatter_(1, order, reached)
     return logits.masked_fill(drop & (p[:, None] < 1.0), NEVER)
 
 
@@ -101,7 +102,7 @@ def sample(logits: Tensor, requests: Sequence[Request], seeds: Sequence[int], nu
             prompt = request.tokens[: request.num_prompt]
             penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             row = penalize(row, prompt, request.output, *penalties)
-        if len(request.output) < params.min_tokens and request.stop_ids:
+        if request.num_output < params.min_tokens and request.stop_ids:
             row = row.index_fill(0, torch.tensor(sorted(request.stop_ids), device=row.device), NEVER)
         rows.append(row)
     logits = torch.stack(rows)
@@ -114,15 +115,15 @@ def sample(logits: Tensor, requests: Sequence[Request], seeds: Sequence[int], nu
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([getattr(requests[r].params, name) for r in drawn], dtype=dtype, device=logits.device)
 
-    # A temperature near 0 is clamped: logits / T must stay finite, and the result is the greedy token already.
-    scaled = logits[drawn] / column("temperature", torch.float32).clamp(min=1e-5)[:, None]
-    top_k, top_p, min_p = column("top_k", torch.int64), column("top_p", torch.float32), column("min_p", torch.float32)
-    if bool((top_k > 0).any()):
-        scaled = keep_top_k(scaled, top_k)
-    if bool((top_p < 1).any()):
-        scaled = keep_top_p(scaled, top_p)
-    if bool((min_p > 0).any()):
-        scaled = keep_min_p(scaled, min_p)
+    # Extreme temperatures are clamped: logits / T must stay finite in float32, and nothing else changes.
+    scaled = logits[drawn] / column("temperature", torch.float32).clamp(1e-5, 1e30)[:, None]
+    sizes = [min(requests[r].params.top_k, logits.shape[1]) for r in drawn]
+    top_k = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
+    top_p, min_p = column("top_p", torch.float32), column("min_p", torch.float32)
+    filters = ((keep_top_k, top_k, top_k > 0), (keep_top_p, top_p, top_p < 1), (keep_min_p, min_p, min_p > 0))
+    for keep, values, asked in filters:
+        if bool(asked.any()):  # sorting is dear: only the rows that ask for it
+            scaled[asked] = keep(scaled[asked], values[asked])
     positions = torch.tensor([len(requests[r].tokens) for r in drawn], dtype=torch.int64, device=logits.device)
     keys = torch.tensor([seeds[r] for r in drawn], dtype=torch.int64, device=logits.device)
     greedy[drawn] = (scaled + gumbel_noise(keys, positions, logits.shape[1])).argmax(dim=-1)

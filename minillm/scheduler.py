@@ -125,14 +125,15 @@ class Scheduler:
         scores_prompt = request.params.prompt_logprobs is not None  # needs the logits of all positions
         hits = [] if scores_prompt else self.pool.match(request.tokens)
         num_hit = len(hits) * self.pool.block_size
-        if not self.config.enable_chunked_prefill and len(request.tokens) - num_hit > budget:
-            return False
+        whole = not self.config.enable_chunked_prefill and request.status is Status.WAITING
+        if whole and len(request.tokens) - num_hit > budget:
+            return False  # a preempted request may have outgrown any budget: it is recomputed in chunks all the same
         table = self.pool.admit(hits, len(request.tokens))
         if table is None:
             return False
         if request.status is Status.WAITING:  # after a preemption a hit only saves what was computed before
             request.num_cached = num_hit
-            self.num_queried_tokens += request.num_prompt
+            self.num_queried_tokens += 0 if scores_prompt else request.num_prompt
             self.num_hit_tokens += num_hit
         request.block_table = table
         request.digests = [self.pool.blocks[number].digest or b"" for number in hits]
@@ -155,6 +156,11 @@ class Scheduler:
         child.num_computed, child.status = request.num_computed, Status.RUNNING
         request.num_forks -= 1
         self.running.append(child)
+
+    def restart(self) -> None:
+        """After a step that broke off: what it had done is unknown, so everything that runs is computed again."""
+        for request in list(self.running):
+            self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue. Its KV is recomputed later (what the prefix cache still holds by then is found again)."""

@@ -207,6 +207,8 @@ class Tokenizer:
         return known
 
     def _spell(self, id: int) -> bytes:
+        if 0 <= id < self.vocab_size and self._backend.id_to_token(id) is None:
+            return b""  # a gap in the vocabulary
         token = self._token(id)
         if id in self._added:
             return self._added[id].encode()

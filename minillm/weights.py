@@ -122,7 +122,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_dir():
         generation = path / "generation_config.json"
         more = _read_json(generation) if generation.exists() else None
-        return Checkpoint(path, ModelConfig.from_hf(_read_json(path / "config.json"), more), _SafetensorsSource(path))
+        try:
+            config = ModelConfig.from_hf(_read_json(path / "config.json"), more)
+        except (TypeError, AttributeError, OverflowError, ValueError) as error:
+            raise ModelError(f"{path / 'config.json'} holds a value of the wrong kind: {error}.") from error
+        return Checkpoint(path, config, _SafetensorsSource(path))
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is neither a folder nor a .gguf file; only safetensors and GGUF are read.")
     from .gguf_file import GGUFFile

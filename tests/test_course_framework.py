@@ -48,10 +48,12 @@ def test_unwritten_is_todo(toy, capsys):
     def stub(num_items, page_size):
         raise NotImplementedError("exercise 90.1")
 
-    for id, answer in (("90.1", stub), ("90.1", None), ("90.4", {"a": None, "b": False}), ("90.4", ...)):
+    for id, answer in (("90.1", stub), ("90.1", None), ("90.4", {"a": None, "b": None}), ("90.4", ...)):
         result = learn.check(id, answer)
         assert result.status == "TODO" and not result.passed
         assert capsys.readouterr().out == f'TODO {id} not attempted yet: hint("{id}")\n'
+    assert learn.check("90.4", {"a": None, "b": False}).status == "TODO"
+    assert capsys.readouterr().out == 'TODO 90.4 1 of 2 given; still None: a. hint("90.4")\n'
 
 
 def test_wrong_answer_shows_call_got_expected_cause_and_next_hint(toy, capsys):
@@ -147,7 +149,7 @@ def test_endless_recursion(toy):
 
 def test_inputs_must_not_be_modified(toy):
     result = learn.check("90.2", lambda x, factors: x.mul_(factors[:, None]))
-    assert "argument 0 was tensor(" in result.message and result.mistake == "in_place"
+    assert "argument x was tensor(" in result.message and result.mistake == "in_place"
 
 
 def test_the_cost_limit_counts_new_memory_only():
@@ -290,7 +292,8 @@ def test_difference(got, want, text):
 def test_hints_come_one_at_a_time_and_are_remembered(toy, capsys):
     for expected in ("Hint 1 of 3.** Draw it.", "Hint 2 of 3.** The last", "Hint 3 of 3", "Hint 3 of 3"):
         learn.hint("90.1")
-        assert expected in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert expected in out and ("3 of 3" in out) == ('explain("90.1", anyway=True)' in out)
     learn.hint("90.2", 2)
     assert "Broadcast." in capsys.readouterr().out
     learn.progress("90")
@@ -332,11 +335,13 @@ def test_progress_that_cannot_be_saved_is_no_crash(toy, tmp_path, monkeypatch, c
 
 def test_predict_and_compare(toy, capsys):
     learn.predict("speed", None, "tokens/s")
+    learn.predict("speed", None, "tokens/s", "How fast?")
     learn.compare("speed", 50.0)
     learn.predict("speed", 100, "tokens/s")
     learn.compare("speed", 50.0)
     assert capsys.readouterr().out.splitlines() == [
         "Your guess for speed in tokens/s? Write a number in place of None and run this again.",
+        "How fast? Write a number in place of None and run this again.",
         "measured 50 (you wrote no guess)",
         "Noted: 100 tokens/s. Go on and measure.",
         "your guess 100 tokens/s, measured 50 tokens/s: a factor of 2.00 apart",

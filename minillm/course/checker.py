@@ -330,7 +330,8 @@ class Tester:
         for i, want in (after or {}).items():
             text = difference(args[i], want, tol)
             if text:
-                lines = [("call", call), ("argument", f"{i} is {show(args[i])} afterwards"), ("expected", show(want))]
+                lines = [("call", call), ("argument", f"{_parameter(fn, i, len(args))} is {show(args[i])} afterwards")]
+                lines.append(("expected", show(want)))
                 self._fail(Failure("value", call, args[i], [*lines, ("differs", text)], note))
                 return got
         return self.equal(got, expected, call, tol=tol, note=note)
@@ -348,11 +349,12 @@ class Tester:
         if text is None:
             self.outcomes.append(("ok", None))
             return got
-        lines = [("call", call)] * bool(call) + [("got", show(got))]
+        label = "call" if callable(self.answer) else "asked"  # an answer that is a value was not called
+        lines = [(label, call)] * bool(call) + [("got", show(got))]
         if not hide:
             lines.append(("expected", show(expected)))
-            if text != "the value differs":
-                lines.append(("differs", text))
+        if "the type is " in text or (not hide and text != "the value differs"):
+            lines.append(("differs", text))
         self._fail(Failure("value", call, got, lines, note))
         return got
 
@@ -428,7 +430,8 @@ class Tester:
         for i, (a, b) in enumerate(zip(now, keep, strict=True)):
             if difference(a, b, 0.0):
                 number = [j for j in range(len(args)) if j not in writes][i]
-                lines = [("call", call), ("changed", f"argument {number} was {show(b)} before and is {show(a)} after")]
+                name = _parameter(fn, number, len(args))
+                lines = [("call", call), ("changed", f"argument {name} was {show(b)} before and is {show(a)} after")]
                 self._fail(Failure("modified", call, number, lines, note or "arguments must not be modified"))
                 return _Raised(RuntimeError(), False)
         if max_elements is not None and peak[0] > max_elements:
@@ -459,6 +462,15 @@ class Tester:
             self.failure = failure
         if not self.trace:
             raise _Stop
+
+
+def _parameter(fn: Any, number: int, count: int) -> str:
+    """The name of fn's parameter that takes argument `number` of `count`; the number where that is not known."""
+    try:
+        bound = inspect.signature(fn).bind_partial(*range(count)).arguments
+    except (TypeError, ValueError):  # no signature, or one that does not take these arguments
+        return str(number)
+    return next((name for name, value in bound.items() if value == number), str(number))
 
 
 @dataclasses.dataclass
@@ -535,13 +547,23 @@ def _outcomes(ex: Exercise, answer: Any) -> list[tuple[str, Any]]:
 
 
 def diagnose(ex: Exercise, answer: Any, case: int) -> Any:
-    """The mutant that does the same as the answer in the failing case, and in most others; None if there is none."""
+    """The mutant that does the same as the answer up to the failing case and in most others; None if there is none.
+
+    It must also agree in at least half of the cases where the answer is wrong: one case may be a coincidence.
+    """
     mine = _outcomes(ex, answer)
+    wrong = [i for i, outcome in enumerate(mine) if outcome[0] != "ok"]
     best, most = None, 0
     for mutant in ex.mutants:
         theirs = _outcomes(ex, mutant.obj)
         same = [a[0] == b[0] and difference(a[1], b[1]) is None for a, b in zip(mine, theirs, strict=False)]
-        if len(same) > case and all(same[: case + 1]) and sum(same) > most:
+        if (
+            len(same) <= case
+            or not all(same[: case + 1])
+            or 2 * sum(same[i] for i in wrong if i < len(same)) < len(wrong)
+        ):
+            continue
+        if sum(same) > most:
             best, most = mutant, sum(same)
     return best
 
@@ -551,6 +573,10 @@ def run_check(ex: Exercise, answer: Any) -> CheckResult:
     head = f"{ex.id} {ex.name}"
     todo = f'TODO {ex.id} not attempted yet: hint("{ex.id}")'
     if _unanswered(answer):
+        missing = [str(key) for key, value in answer.items() if _unanswered(value)] if isinstance(answer, dict) else []
+        if missing and len(missing) < len(answer):
+            given = f"{len(answer) - len(missing)} of {len(answer)} given"
+            todo = f'TODO {ex.id} {given}; still None: {", ".join(missing)}. hint("{ex.id}")'
         return CheckResult(ex.id, "TODO", todo)
     if is_package_object(ex, answer) and os.environ.get("MINILLM_ALLOW_REF") != "1":
         text = f"FAIL {head}: this is minillm's own code. Define {ex.name} in the notebook and pass yours."

@@ -115,6 +115,8 @@ def hint(id: str, number: int | None = None) -> None:
         entry["hints"] = number
         state.save()
     _say(f"**Hint {number} of 3.** {inspect.cleandoc(ex.hints[number - 1])}")
+    if number == 3:
+        print(f'That was the last hint. To read the reasons before you pass: explain("{id}", anyway=True)')
 
 
 def explain(id: str, anyway: bool = False) -> None:
@@ -225,12 +227,12 @@ def _parts() -> tuple[Any, Any, Any]:
     return config, Transformer.from_state(config, random_state_dict(config)), None
 
 
-def predict(key: str, guess: float | None, unit: str = "") -> None:
-    """Store your guess, before you measure. None prints an invitation."""
+def predict(key: str, guess: float | None, unit: str = "", question: str = "") -> None:
+    """Store your guess, before you measure. None prints an invitation: the question, or one made of key and unit."""
     state = Progress()
     if guess is None:
         of = f"{key} in {unit}" if unit else key
-        print(f"Your guess for {of}? Write a number in place of None and run this again.")
+        print(f"{question or f'Your guess for {of}?'} Write a number in place of None and run this again.")
         return
     state.of("predictions", key).update(guess=float(guess), unit=unit)
     state.save()

@@ -35,6 +35,8 @@ def bar(value, largest, width=36):
 
 
 def check_gaps(t, gaps):
+    if isinstance(gaps, float) and gaps.is_integer():
+        gaps = int(gaps)
     t.equal(gaps, 11, "gaps between 12 tokens", hide=True)
 
 
@@ -42,7 +44,8 @@ def plug_gaps(answer, swap):
     times = run(seats=1, num_requests=1, num_tokens=12)[0].metrics.token_times
     ticks = [round(60 * (time - times[0]) / (times[-1] - times[0])) for time in times]
     line = "".join("|" if place in ticks else "·" for place in range(61))
-    print("the engine's next 12 tokens, each one a |")
+    dot = 1000 * (times[-1] - times[0]) / 60
+    print(f"the engine's next 12 tokens, each one a |; from one sign to the next it is {dot:.0f} ms")
     print(f"  {line}")
     gaps = [b - a for a, b in itertools.pairwise(times)]
     print(f"{len(times)} tokens, and between them {len(gaps)} gaps: {sum(gaps):.2f} s together")
@@ -60,6 +63,7 @@ def check_ttft(t, ttft):
     for shift in (0.0, 3600.0, 86400.0):
         times = [1.5 + shift, 9.0 + shift, 9.5 + shift]
         t.case(ttft, 1.0 + shift, times, expected=0.5, note="when the clock was started does not matter")
+    t.case(ttft, 3.0141592, [3.9876543, 4.1], expected=0.9734951, note="many decimals: round only when you print")
 
 
 def ttft_clock(arrival, token_times):
@@ -107,7 +111,7 @@ def plug_ttft(answer, swap):
 
 def check_tpot(t, tpot):
     t.case(tpot, [1.0, 1.2, 1.4, 1.6], expected=0.2, note="4 tokens, 3 gaps of 0.2 s")
-    t.case(tpot, [3.0, 3.1, 3.2, 4.2], expected=0.4, note="gaps of 0.1, 0.1 and 1.0 s")
+    t.case(tpot, [3.0, 3.1, 3.3, 4.5], expected=0.5, note="gaps of 0.1, 0.2 and 1.2 s")
     t.case(tpot, [5.0, 5.25], expected=0.25, note="two tokens, one gap")
     t.case(tpot, [7.5], expected=0.0, note="one token: there is no gap")
     t.case(tpot, [], expected=0.0, note="no token")
@@ -148,6 +152,24 @@ def tpot_median(token_times):
     return statistics.median(b - a for a, b in itertools.pairwise(token_times))
 
 
+def tpot_first_gap(token_times):
+    return token_times[1] - token_times[0] if len(token_times) > 1 else 0.0
+
+
+def tpot_total(token_times):
+    return token_times[-1] - token_times[0] if token_times else 0.0
+
+
+def tpot_clock(token_times):
+    return token_times[-1] / (len(token_times) - 1) if len(token_times) > 1 else 0.0
+
+
+def tpot_single(token_times):
+    if len(token_times) == 1:
+        return token_times[0]
+    return tpot_variant(token_times)
+
+
 def tpot_rate(token_times):
     if len(token_times) < 2:
         return 0.0
@@ -174,10 +196,13 @@ def plug_tpot(answer, swap):
         print(f"  {label:<20}{1000 * time:6.1f} ms  {bar(time, max(times))}")
     text = alone[0].outputs[0].text
     if text.strip():
-        words = len(text.split()) / len(alone[0].outputs[0].token_ids)  # words per token
-        speed = 60 * words / times[0]
+        words, tokens = len(text.split()), len(alone[0].outputs[0].token_ids)
+        speed = 60 / times[0] * words / tokens
         side = "faster" if speed > READING else "slower"
-        print(f"One user gets about {speed:.0f} words a minute, {side} than people read (about {READING}).")
+        print(
+            f"The one user's {tokens} tokens were {words} words. At that rate {60 / times[0]:.0f} tokens a minute are"
+        )
+        print(f"about {speed:.0f} words a minute, {side} than people read (about {READING}).")
 
 
 # ---- 00.3
@@ -186,7 +211,7 @@ def plug_tpot(answer, swap):
 def check_throughput(t, throughput):
     t.case(throughput, [10], [(2.0, 4.0)], expected=5.0, note="10 tokens in 2 s; the clock does not start at 0")
     t.case(throughput, [10, 30], [(1.0, 3.0), (1.0, 5.0)], expected=10.0, note="40 tokens between 1 s and 5 s")
-    t.case(throughput, [8, 8], [(0.5, 1.5), (3.5, 4.5)], expected=4.0, note="a pause of 2 s in between")
+    t.case(throughput, [8, 8], [(0.5, 2.5), (3.5, 4.5)], expected=4.0, note="a pause of 1 s in between")
     t.case(throughput, [6, 12, 3], [(5.0, 9.0), (2.0, 6.0), (3.0, 4.0)], expected=3.0, note="not in the order of time")
     t.case(throughput, [5, 9, 7], [(0.0, 20.0), (4.0, 5.0), (6.0, 7.0)], expected=1.05, note="one outlasts the others")
     for shift in (11, 3600):
@@ -235,6 +260,14 @@ def throughput_longest(num_tokens, spans):
     return sum(num_tokens) / max(end - start for start, end in spans)
 
 
+def throughput_last_arrival(num_tokens, spans):
+    return sum(num_tokens) / (max(end for _, end in spans) - max(start for start, _ in spans))
+
+
+def throughput_max_span(num_tokens, spans):
+    return sum(num_tokens) / (max(spans)[1] - min(spans)[0])
+
+
 def throughput_variant(num_tokens, spans):
     edges = sorted(itertools.chain.from_iterable(spans))
     return sum(num_tokens) / (edges[-1] - edges[0])
@@ -262,9 +295,10 @@ def check_cost(t, cost):
     t.case(cost, 2.0, 50.0, expected=100 / 9, note="0.18 million tokens an hour, for 2.00")
     t.case(cost, 0.05, 20000.0, expected=0.05 / 72, note="far less than a cent")
     t.case(cost, 0.0, 12.0, expected=0.0, note="a machine that costs nothing")
-    for price, rate in ((0.125, 24.0), (1.5, 320.0), (98.0, 51200.0)):
+    for price, rate in ((0.125, 24.0), (1.5, 320.0), (98.0, 51200.0), (0.3, 9.53617)):
         hours = Fraction(1_000_000) / (Fraction(rate) * 3600)
-        t.case(cost, price, rate, expected=float(hours * Fraction(price)))
+        note = "" if rate.is_integer() else "a rate with decimals: round only when you print"
+        t.case(cost, price, rate, expected=float(hours * Fraction(price)), note=note)
         t.case(cost, price, 2 * rate, expected=float(hours * Fraction(price) / 2), note="twice the rate, half the cost")
 
 
@@ -278,6 +312,10 @@ def cost_minutes(price_per_hour, tokens_per_second):
 
 def cost_no_seconds(price_per_hour, tokens_per_second):
     return price_per_hour / tokens_per_second * 1_000_000
+
+
+def cost_bracket(price_per_hour, tokens_per_second):
+    return price_per_hour / tokens_per_second * 3600 * 1_000_000
 
 
 def cost_per_thousand(price_per_hour, tokens_per_second):
@@ -322,20 +360,20 @@ EXERCISES = [
         minutes=1,
         difficulty=1,
         statement="""
-            You know this one from the lesson: it is there to try the tools. A request puts out **12** tokens, one
-            after another. How many gaps lie between them? Put the number in place of `None`.
+            The lesson has solved this one already: it is here so that you can try the tools. A request puts out
+            **12** tokens, one after another. How many gaps lie between them? Put the number in place of `None`.
 
             Worked example: 3 tokens have 2 gaps.
         """,
         hints=(
-            "Draw the tokens as dots in a row and count the spaces between them.",
+            "Take fewer tokens: how many gaps lie between 2 of them, and between 4?",
             "A fence with 3 posts has 2 spaces. What does one more post add?",
             "Every token but the first comes after exactly one gap.",
         ),
         explanation="""
             Each token but the first ends one gap, so *n* tokens have *n* - 1 gaps: the fence-post rule. In the next
             exercises it decides whether your time per token is right or a little too small. The benchmarks of vLLM and
-            SGLang count gaps; gpustack once divided by the tokens (PR #3427).
+            SGLang count gaps; gpustack once divided by the tokens (gpustack/gpustack#3427).
         """,
         stub="gaps = None  # your number",
         solution="gaps = 11",
@@ -345,7 +383,7 @@ EXERCISES = [
                 "tokens",
                 12,
                 "12 is the number of tokens. Draw 12 dots in a row and count the spaces between them.",
-                "gpustack PR #3427",
+                "gpustack/gpustack#3427",
             ),
             Mutant(
                 "both_ends",
@@ -361,7 +399,11 @@ EXERCISES = [
             ),
         ),
         variant=12 - 1,
-        scratch="print(list(zip(range(1, 4), range(2, 5))))",
+        scratch="""
+            import itertools
+
+            print(list(itertools.pairwise(["A", "B", "C"])))
+        """,
         plug_in=plug_gaps,
     ),
     Exercise(
@@ -410,7 +452,7 @@ EXERCISES = [
                 "gap",
                 ttft_gap,
                 "That is the gap between the first two tokens. The first wait began at the arrival, before any token.",
-                "vLLM issue #7242 mixed TTFT and gaps the other way round",
+                "vllm-project/vllm#7242 mixed TTFT and gaps the other way round",
             ),
             Mutant(
                 "sign",
@@ -430,7 +472,7 @@ EXERCISES = [
                 ttft_shared,
                 "You divide the first wait by a count. Nobody waits a fraction of it: with 3 tokens or 10 users the "
                 "wait is the same.",
-                "openvino.genai PR #1414: TTFT was divided by the batch size",
+                "openvinotoolkit/openvino.genai#1414: TTFT was divided by the batch size",
             ),
         ),
         variant=ttft_variant,
@@ -464,6 +506,10 @@ EXERCISES = [
             cancel. Averaging the single gaps with a loop is right too. The mean is what a user feels over a whole
             answer: the sum of all gaps decides when it is done. A median would hide one long stall.
 
+            The 0.0 for a single token is a convention, not a measurement: leave such requests out before you average
+            over users, or a few short answers make you look fast. (The engine's `RequestMetrics` has None where no
+            token came.)
+
             In `vllm bench serve` and SGLang's `bench_serving` this is TPOT: (latency - TTFT) / (output tokens - 1).
             The single gap is called ITL there (inter-token latency). llama.cpp prints it as `eval time ... ms per
             token`.
@@ -475,27 +521,27 @@ EXERCISES = [
                 tpot_by_n,
                 "You divide by the number of tokens. 4 tokens have 3 gaps: the result is too small, most of all for "
                 "short answers.",
-                "gpustack PR #3427",
+                "gpustack/gpustack#3427",
             ),
             Mutant(
                 "with_wait",
                 tpot_with_wait,
                 "The wait before the first token is in your result. Measure from the first token, not from the start "
                 "of the clock.",
-                "ai-on-gke PR #899; vLLM issue #7242",
+                "GoogleCloudPlatform/ai-on-gke#899; vllm-project/vllm#7242",
             ),
             Mutant(
                 "no_guard",
                 tpot_no_guard,
                 "A request with one token has no gap, and one with none has no last token. Handle short lists first: "
                 "0.0.",
-                "xFasterTransformer issue #102, JetStream issue #61: division by zero in the benchmark",
+                "intel/xFasterTransformer#102, AI-Hypercomputer/JetStream#61: division by zero in the benchmark",
             ),
             Mutant(
                 "none",
                 tpot_none,
                 "With fewer than two tokens you return None. The engine goes on to add and print it: return 0.0.",
-                "llm-load-test PR #54",
+                "openshift-psap/llm-load-test#54",
             ),
             Mutant(
                 "median",
@@ -504,10 +550,35 @@ EXERCISES = [
                 "median and mean mixed up, a common slip",
             ),
             Mutant(
+                "first_gap",
+                tpot_first_gap,
+                "That is the first gap only. One gap can be lucky: asked for is the mean of all of them.",
+                "a common slip",
+            ),
+            Mutant(
+                "total",
+                tpot_total,
+                "That is the time of all gaps together. Divide it by their number.",
+                "the division forgotten, a common slip",
+            ),
+            Mutant(
+                "clock",
+                tpot_clock,
+                "You divide by the right number, but your time begins when the clock began. It begins at the first "
+                "token: subtract its moment.",
+                "a common slip with time.perf_counter()",
+            ),
+            Mutant(
+                "single",
+                tpot_single,
+                "For a single token you return the moment it came out. It has no gap: 0.0.",
+                "a common slip",
+            ),
+            Mutant(
                 "rate",
                 tpot_rate,
                 "That is tokens per second, the inverse. Asked for are seconds per token.",
-                "evalscope issue #320 derived one from the other",
+                "modelscope/evalscope#320 derived one from the other",
             ),
             Mutant(
                 "milliseconds",
@@ -549,7 +620,8 @@ EXERCISES = [
         explanation="""
             All users share one clock on the wall, so there is one duration: from the first arrival to the last
             finish. Sums of durations count a shared second once per user; means of rates answer another question
-            (how fast was it for *one* user?) and hardly notice how many users there were.
+            (how fast was it for *one* user?), and that one falls when more users share the machine, while the
+            system's output rises.
 
             In `vllm bench serve` this is "Output token throughput (tok/s)", over the benchmark's duration; SGLang
             has it in `bench_serving` and, live, as `sglang:gen_throughput`. `llama-bench` measures one stream
@@ -562,14 +634,14 @@ EXERCISES = [
                 throughput_durations,
                 "You add up the durations. Two requests that run at once share their seconds: count each second of "
                 "the wall clock once.",
-                "a common slip; compare azureml-assets PR #1471",
+                "a common slip; compare Azure/azureml-assets#1471",
             ),
             Mutant(
                 "mean_rate",
                 throughput_mean_rate,
                 "That is the mean of the users' own rates. It says how fast it is for one user, not what the system "
                 "produces.",
-                "azureml-assets PR #1471, proposed in review",
+                "Azure/azureml-assets#1471, proposed in review",
             ),
             Mutant(
                 "sum_rates",
@@ -596,13 +668,26 @@ EXERCISES = [
                 "busy",
                 throughput_busy,
                 "You leave out the pauses. Wall time goes on (and is paid for) while nothing runs.",
-                "llmnop issue #11 is about which time counts",
+                "jpreagan/llmnop#11 is about which time counts",
             ),
             Mutant(
                 "requests",
                 throughput_requests,
                 "That is requests per second. Asked for are tokens per second: add up num_tokens.",
-                "ai-on-gke PR #839",
+                "GoogleCloudPlatform/ai-on-gke#839",
+            ),
+            Mutant(
+                "last_arrival",
+                throughput_last_arrival,
+                "You start at the last arrival. The clock runs from the first one.",
+                "min and max mixed up, a common slip",
+            ),
+            Mutant(
+                "max_span",
+                throughput_max_span,
+                "`max(spans)` is the request that arrived last. The last to arrive is not always the last to finish: "
+                "take the largest of the ends.",
+                "tuples are compared by their first element, a common slip",
             ),
             Mutant(
                 "longest",
@@ -654,7 +739,7 @@ EXERCISES = [
                 "per_token",
                 cost_per_token,
                 "That is the price of one token. Asked for is the price of a million.",
-                "sentry PR #94907 and hermes-agent issue #107989: per token and per million mixed up",
+                "getsentry/sentry#94907 and NousResearch/hermes-agent#107989: per token and per million mixed up",
             ),
             Mutant(
                 "minutes",
@@ -670,10 +755,17 @@ EXERCISES = [
                 "a common slip",
             ),
             Mutant(
+                "bracket",
+                cost_bracket,
+                "`price / rate * 3600` divides by the rate only and then *multiplies* by 3600. The tokens of an hour "
+                "belong in a bracket.",
+                "langchain-ai/langchain#6798 added brackets to a formula for cost",
+            ),
+            Mutant(
                 "per_thousand",
                 cost_per_thousand,
                 "That is the price of a thousand tokens. Price lists now state it for a million.",
-                "future-agi issue #2634: costs 1000 times off",
+                "microsoft/autogen#3165: a price per thousand taken as a price per token",
             ),
             Mutant(
                 "inverted",
@@ -693,7 +785,7 @@ EXERCISES = [
                 cost_rounded,
                 "You round to cents. Tokens can cost far less than a cent, and then 0.00 is left. Round when you "
                 "print.",
-                "tokenlens PR #6",
+                "xn1cklas/tokenlens#6",
             ),
         ),
         variant=cost_variant,

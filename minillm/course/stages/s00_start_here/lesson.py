@@ -14,8 +14,8 @@
 # %% [markdown]
 # ## Is everything here?
 #
-# The doctor looks at your machine and says what will run. `missing` is about extras; the line says what to do. (In a
-# terminal, `minillm doctor` tells more.)
+# The doctor looks at your machine and says what will run. `missing` is about extras; the line says whether it matters.
+# (In a terminal, `minillm doctor` tells more.)
 
 # %%
 from minillm import doctor
@@ -26,7 +26,7 @@ for finding in doctor.findings():
 # %% [markdown]
 # ## First words
 #
-# Load the model, give it a beginning, watch it go on. Change the prompt and run the cell again as often as you like.
+# Load the model, give it a beginning, watch it go on. Change the prompt and run it again.
 
 # %%
 from minillm import LLM, SamplingParams
@@ -39,29 +39,31 @@ for delta in llm.stream(prompt, SamplingParams(max_tokens=40, temperature=0.0)):
     print(delta.text, end="", flush=True)
 
 # %% [markdown]
-# All of that ran here, in the package that you are about to take apart. The model is tiny, so it makes things up with
-# great confidence. That is fine. What we study is the *engine* around it, and the engine treats large models alike.
+# All of that ran here. The model is tiny, so it makes things up with great confidence. We study the *engine* around it, and
+# that treats large models alike.
 #
 # Did you notice *how* the text came? Not at once, but piece by piece. Each piece is a **token**.
 #
 # ## What the model sees
 #
 # A model does not read letters. A **tokenizer** cuts text into pieces from a fixed list, and each piece has a number.
-# Note that the space belongs to the word after it, and that a rare word falls apart.
+# The space belongs to the word after it. Frequent pieces stay whole, others fall apart.
 
 # %%
 text = "Roses are red, violets are"
 ids = llm.tokenizer.encode(text)
-for token in [*ids, *llm.tokenizer.encode(" antidisestablishmentarianism")]:
+for token in ids:
     print(f"{token:>6}  {llm.tokenizer.decode([token])!r}")
-print(f"\n{len(text)} letters became {len(ids)} tokens. The list holds {llm.tokenizer.vocab_size:,} pieces.")
+print(f"{len(text)} characters became {len(ids)} tokens. The list holds {llm.tokenizer.vocab_size:,} pieces.\n")
+for token in llm.tokenizer.encode(" antidisestablishmentarianism"):
+    print(f"{token:>6}  {llm.tokenizer.decode([token])!r}")
 
 # %% [markdown]
 # And this is all a language model does: numbers in, and out comes a probability for *every* piece in the list to be the
 # next one. The engine picks one, appends it, and asks again. One round is a **step**.
 #
-# Step through it. Grey is the prompt, blue what was made before, orange what this step picked. With temperature 0 that is
-# always the likeliest piece. Would you have picked it?
+# Step through it. Dark grey is the prompt, blue what was made before, orange what this step picked; the pale bars were not
+# picked. With temperature 0 it is always the likeliest piece. Would you have picked it?
 
 # %%
 import math
@@ -70,10 +72,11 @@ import matplotlib.pyplot as plt
 
 from minillm.course.widgets import slider_plot, stepper
 
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#9A9A9A"
+BLUE, ORANGE, GREY, PALE = "#0072B2", "#D55E00", "#8A8A8A", "#D6D6D6"
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"figure.constrained_layout.use": True})
 
+# logprobs=4: also report the four likeliest pieces. ignore_eos: go on even where the model would say "the end".
 params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=4, ignore_eos=True)
 out = llm.generate(ids, params)[0].outputs[0]
 pieces = [llm.tokenizer.decode([t]) for t in [*ids, *out.token_ids]]
@@ -90,7 +93,7 @@ def draw_step(ax, i):  # from here on only drawing: skip it if you like
     best = sorted(out.logprobs[i].items(), key=lambda pair: -pair[1])[:4]
     for row, (token, logprob) in enumerate(best):
         p, name = math.exp(logprob), repr(llm.tokenizer.decode([token]))
-        color = ORANGE if token == out.token_ids[i] else GREY
+        color = ORANGE if token == out.token_ids[i] else PALE
         ax.barh(3 - row, 40 * p, left=18, height=0.7, color=color)
         ax.text(17.3, 3 - row, name, ha="right", va="center", family="monospace")
         ax.text(18.6 + 40 * p, 3 - row, f"{p:.0%}", va="center")
@@ -98,7 +101,7 @@ def draw_step(ax, i):  # from here on only drawing: skip it if you like
     ax.set_axis_off()
 
 
-captions = [f"{len(ids) + i} tokens in, one out" for i in range(8)]
+captions = [f"{len(ids) + i} tokens known, one new" for i in range(8)]
 stepper(draw_step, 8, captions, size=(7.5, 2.4), still=[0, 3, 7])
 
 # %% [markdown]
@@ -147,8 +150,9 @@ for name, times in {"trickle": trickle, "burst": burst}.items():
     print(f"TPOT = mean of {len(gaps)} gaps = {sum(gaps) / len(gaps):.2f} s")
 
 # %% [markdown]
-# The engine keeps exactly what this needs: when a request arrived, and when each token came out. This is its own code. The
-# lines that you will write yourself are left out.
+# The engine keeps exactly what this needs: when a request arrived, and when each token came out. This is its own code,
+# without the lines that you will write yourself. `None` means: not known yet. (`e2e`, *end to end*, is the whole wait, from
+# the arrival to the last token.)
 
 # %%
 from minillm.course import check, compare, explain, hint, plug_in, predict, progress, quiz, show_source
@@ -162,12 +166,12 @@ show_source(metrics.tpot)
 # Before you measure: how long does *your* machine take from one token to the next? Write your guess in place of `None`.
 
 # %%
-predict("00.tpot", None, "ms")
+predict("00.tpot", None, "ms", "How many milliseconds from one token to the next?")
 
 # %%
 import statistics
 
-from minillm import roofline
+from minillm import roofline  # measures what this machine can do; stage 01 explains the name
 
 params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)  # always 32 tokens
 runs = [llm.generate("Once upon a time, a small computer", params)[0].metrics for _ in range(3)]
@@ -193,10 +197,11 @@ ax.spines["left"].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# The gaps are not all equal: other programs want your processor too. That is why we take medians of repeated runs, and why
-# the first run after loading (it warms things up) is never the one to report.
+# The gaps are not all equal: other programs want your processor too. That is why this was the median of three runs, and
+# why the first run after loading (it warms things up) is never the one to report.
 #
-# Keep the line about memory in mind. It is the reason for nearly everything that follows, beginning with stage 01.
+# Keep the line about memory in mind. For *every* token, the machine reads all **weights** (the model's numbers, 135 million
+# of them) from memory. Most of this course is about that. Why is the share not 100 %? Stage 01 answers that.
 
 # %% [markdown]
 # ## Eight users
@@ -204,11 +209,12 @@ plt.show()
 # Now eight people ask at the same moment. The engine has `max_num_seqs` seats. With one seat they are served in turn. With
 # eight, all go through the model in the same step.
 #
-# The machine is the same. So how many times more tokens per second does it make with eight seats? 1 means no gain, 8 means
-# that the other seven are free.
+# The third number belongs to the machine. **Throughput** is all output tokens of all users, divided by the seconds from the
+# first arrival to the last finish. How many times more is it with eight seats? 1 means no gain, 8 means that the other seven
+# are free.
 
 # %%
-predict("00.together", None, "times")
+predict("00.together", None, "times", "How many times more tokens per second with eight seats?")
 
 # %%
 heroes = ["snail", "robot", "pirate", "whale", "wizard", "teapot", "dragon", "cloud"]
@@ -218,13 +224,13 @@ params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 
 def serve(seats):
     """Eight users at once on an engine with so many seats: each one's metrics, GB/s read."""
-    options = {"max_num_seqs": seats, "num_kv_blocks": 128}
+    options = {"max_num_seqs": seats, "num_kv_blocks": 128}  # blocks: room for what is kept per token (stages 02, 04)
     engine = LLM.from_parts(llm.config, llm.model, llm.tokenizer, **options)  # the same model
     users = [output.metrics for output in engine.generate(prompts, params, progress=False)]
     return users, engine.stats()["gb_per_second"]
 
 
-served = {seats: serve(seats) for seats in (1, 4, 8)}
+served = {seats: serve(seats) for seats in (1, 4, 8)}  # the longest wait of this lesson: half a minute or so
 
 # %%
 figure, axes = plt.subplots(2, 1, figsize=(8, 5), sharex=True)
@@ -245,6 +251,8 @@ plt.show()
 # %% [markdown]
 # Read the two pictures as a user would. With one seat, the snail (of all heroes) is served at once, and the cloud waits for
 # everybody else. With eight seats, all start together. Now look at the *gaps*. And then at when everything is done.
+#
+# Here are the numbers, from one run each: run the two cells again and see how much they move.
 
 # %%
 rows = []
@@ -262,11 +270,11 @@ compare("00.together", together / alone, "times")
 
 # %% [markdown]
 # **This is the surprise on which every serving engine is built.** Eight users on one machine do not each get an eighth of
-# it. Each one's text flows more slowly (compare TPOT; how much depends on the machine), and still far more tokens come out
-# in the same time.
+# it. Each one's text flows more slowly, and still far more tokens come out in the same time. (With one seat the machine makes
+# a little less than its one user gets: its seconds include the waits for first tokens.)
 #
-# How? The last column is the clue. For one step the machine must fetch *all* weights from memory, and one fetch serves
-# every user in that step. The bytes per second did not grow with the users. The tokens did.
+# How? Look at the last column: the bytes per second did not rise, more tokens came out. One reading of the weights now serves
+# eight users. The step did get longer, because eight users are also more arithmetic; that is why the gain is not 8.
 #
 # So there is no single speed. There is a curve, and running an engine means choosing a point on it.
 
@@ -283,39 +291,40 @@ plt.show()
 
 # %% [markdown]
 # TPOT alone says: one seat is best. Throughput alone says: as many seats as you can get. TTFT says how long the queue is.
-# Report all three. (Try `serve(2)`. On some machines two seats gain little, because the step from one row of numbers to
-# two makes the maths library change its method.)
+# Report all three. Where the curve is steep, the machine gains much and each user loses little: add seats. Where it is flat,
+# the users pay and hardly anything is gained.
 #
 # ## The mean hides somebody
 #
-# One number for eight users is a summary. Which one? The *p*-th **percentile** is the value that *p* percent of users stay
-# below.
+# One number for eight users is a summary. Which one? The *p*-th **percentile** (p50, p95) is the value that *p* percent of
+# users stay below (between two values we interpolate).
 
 # %%
-show_source(metrics.percentile)
-
-# %%
-print("TTFT in seconds    mean      p50      p95    first user  last user")
+print("seconds to the first token                                     to the last")
+print("seats     mean      p50      p95    snail    cloud       snail    cloud")
 for seats in (1, 8):
-    waits = [m.ttft for m in served[seats][0]]
+    users, _ = served[seats]
+    waits, ends = [m.ttft for m in users], [m.e2e for m in users]
     p50, p95 = metrics.percentile(waits, 50), metrics.percentile(waits, 95)
-    print(f"  max_num_seqs={seats}{statistics.fmean(waits):>8.2f}{p50:>9.2f}{p95:>9.2f}", end="")
-    print(f"{waits[0]:>13.2f}{waits[-1]:>11.2f}")
+    print(f"{seats:>5}{statistics.fmean(waits):>9.2f}{p50:>9.2f}{p95:>9.2f}{waits[0]:>9.2f}{waits[-1]:>9.2f}", end="")
+    print(f"{ends[0]:>12.2f}{ends[-1]:>9.2f}")
 
 # %% [markdown]
-# With one seat, the mean says nothing about the first user, who waited far less, or the last, who waited far longer. So
-# services promise percentiles: "95 % of users see a first word within a second". The unlucky ones are the ones who leave.
+# With one seat, mean and p50 are nearly the same, and both hide the cloud, who waited about twice as long. From one seat to
+# eight, both fall, and hide the snail: her first word comes later, and she is done later. Seven gained, one paid.
+#
+# So services promise percentiles: "95 % of users see a first word within a second". The unlucky ones are the ones who leave.
 #
 # ## What does a million tokens cost?
 #
-# Prices are per million tokens. What would yours be? Say the machine costs 0.10 an hour, in your money, and serves one user
-# at a time.
+# Prices are per million tokens. What would yours be? The rule: the price of one hour buys the tokens of one hour.
 
 # %%
-predict("00.cost", None, "per million tokens")
+price_per_hour = 0.10  # in your money: rent, or power and wear
+question = f"{price_per_hour:.2f} an hour, one user at a time, {alone:.1f} tokens/s: what does a million tokens cost?"
+predict("00.cost", None, "per million tokens", question)
 
 # %%
-price_per_hour = 0.10  # yours: rent, or power and wear
 for label, rate in (("one at a time", alone), ("eight together", together)):
     cost = metrics.cost_per_million_tokens(price_per_hour, rate)
     print(f"{label:<15} {rate:6.1f} tokens/s, {rate * 3600:>9,.0f} an hour, {cost:6.2f} per million")
@@ -338,20 +347,23 @@ def draw_cost(ax, price_per_hour, busy_percent):
     for label, rate in (("one at a time", alone), ("eight together", together)):
         cost = metrics.cost_per_million_tokens(price_per_hour, rate * busy_percent / 100)
         ax.scatter(rate, cost, s=45, color=ORANGE, zorder=3)
-        ax.annotate(f"{label}: {cost:.2f}", (rate, cost), (7, 7), textcoords="offset points")
-    ax.set(xscale="log", yscale="log", xlim=(1, 10_000), ylim=(1e-4, 1e6))
+        ax.annotate(f"{label}: {cost:.2f}", (rate, cost), (7, 17 if rate == alone else 4), textcoords="offset points")
+    ax.set(xscale="log", yscale="log", xlim=(1, 10_000), ylim=(1e-3, top))
     ax.set_xticks([1, 10, 100, 1000, 10_000], ["1", "10", "100", "1,000", "10,000"])
-    ax.set_yticks([0.001, 0.1, 10, 1000, 100_000], ["0.001", "0.1", "10", "1,000", "100,000"])
+    ax.set_yticks([10.0**k for k in range(-3, round(math.log10(top)) + 1)])
+    ax.yaxis.set_major_formatter("{x:,g}")
     ax.set(xlabel="tokens/s while busy", ylabel="cost of a million tokens")
 
 
+prices = sorted({0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, price_per_hour})
+top = 10 ** max(3, math.ceil(math.log10(metrics.cost_per_million_tokens(prices[-1], alone / 10))))
 now = {"price_per_hour": price_per_hour, "busy_percent": 100}
 slider_plot(
     draw_cost,
     start=now,
     stills=[now, now | {"busy_percent": 10}],
-    price_per_hour=sorted({0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, price_per_hour}),
-    busy_percent=[1, 5, 10, 25, 50, 75, 100],
+    price_per_hour=prices,
+    busy_percent=[10, 25, 50, 75, 100],
 )
 
 # %% [markdown]
@@ -370,7 +382,7 @@ gaps = 12
 check("00.0", gaps)
 
 # %% [markdown]
-# Each exercise has three hints, from a nudge to nearly the answer. Nobody counts them against you.
+# Each exercise has three hints, from a nudge to nearly the answer. Hints are counted for you, not against you.
 
 # %%
 hint("00.0")
@@ -382,7 +394,7 @@ check("00.0", gaps)
 # %% [markdown]
 # `plug_in` is the pay-off: it takes your answer to the real engine. Here you can count for yourself; from 00.1 on the engine
 # runs *your code*. `explain` says why an answer is right, and what else would be. `progress` shows where you are. (In a
-# terminal: `minillm check 00`, `minillm hint 00.1`, `minillm explain 00.1`, `minillm progress`.)
+# terminal: `minillm check 00`, `minillm hint 00.1` and so on.)
 
 # %%
 plug_in("00.0", gaps)
@@ -393,12 +405,13 @@ progress("00")
 # ## What beginners get wrong
 #
 # - **Dividing the whole time by the tokens and calling it TPOT.** Then a slow start looks like slow flow. It has happened
-#   in published tools: one divided by *n* instead of *n* - 1 (gpustack PR #3427), one mixed the first wait into the gaps
-#   (vLLM issue #7242).
-# - **Counting pieces of the stream instead of tokens.** A server may send several tokens in one piece (vLLM issue #27485).
+#   in published tools: one divided by *n* instead of *n* - 1 (gpustack/gpustack#3427), one mixed the first wait into the
+#   gaps (vllm-project/vllm#7242).
+# - **Counting pieces of the stream instead of tokens.** A server may send several tokens in one piece
+#   (vllm-project/vllm#27485).
 # - **Adding up times that overlap.** Eight users who waited 2 s *together* used 2 s, not 16.
 # - **Starting the clock late.** A wait that is not measured still annoys the user. One engine's TTFT left out seconds of
-#   preparation (atlas PR #1009).
+#   preparation (Avarok-Cybersecurity/atlas#1042).
 # - **Paying for the peak.** Cost follows the rate over the whole day, nights included.
 #
 # ## In other engines this is called

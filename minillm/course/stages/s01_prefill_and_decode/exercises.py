@@ -15,12 +15,19 @@ from minillm.model import Transformer
 from minillm.request import SamplingParams
 from minillm.roofline import Machine, flops_per_token, linear_params, roofline_seconds, step_bytes
 
-# All dimensions differ, and num_heads * head_dim is not hidden_size (as in Qwen3). In order: vocabulary, hidden,
-# intermediate, layers, heads, KV heads, head_dim.
-SMALL = ModelConfig("llama", 11, 6, 10, 2, 3, 1, 4)
+# All dimensions differ, and num_heads * head_dim is not hidden_size (as in Qwen3). None of SMALL's is 2 or 4, the
+# factors of the formulas. In order: vocabulary, hidden, intermediate, layers, heads, KV heads, head_dim.
+SMALL = ModelConfig("llama", 11, 8, 12, 5, 3, 1, 6)
 ODD = ModelConfig("qwen3", 101, 12, 20, 3, 6, 2, 8)
 LLAMA_70B = ModelConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128)
 LLAMA_3B = ModelConfig("llama", 128256, 3072, 8192, 28, 24, 8, 128, tie_word_embeddings=True)
+# what, configuration, context, bits a weight, machine, claimed tokens/s. The claims are made up.
+CLAIMS = (
+    ("Llama-3.2-3B as Q8_0 (8 bits and the scales)", LLAMA_3B, 1, 8.5,
+     Machine("A laptop", bandwidth=100e9, flops=3e12), 40),
+    ("Llama-3.1-70B in 4 bits and scales", LLAMA_70B, 1000, 4.5,
+     Machine("4 x A100-80GB, as if they were one,", bandwidth=4 * 2039e9, flops=4 * 312e12), 50),
+)  # fmt: skip
 
 
 @functools.cache
@@ -32,6 +39,10 @@ def matrices(config):
     return [shape for name, shape in named if model.head is None or name != "embed.weight"]
 
 
+SEEN_ADDED = (
+    "the sum is the upper bound in 'How to Scale Your Model', chapter on rooflines; the least time is the maximum"
+)
+
 # ---- 01.1
 
 
@@ -40,18 +51,24 @@ def count_flops(config, context_len):
     flops = sum(2 * rows * columns for rows, columns in matrices(config))
     for _ in range(config.num_layers):
         for _ in range(config.num_heads):
-            flops += context_len * 2 * config.head_dim  # one dot product of q with each key
+            flops += context_len * 2 * config.head_dim  # one dot product with each key
             flops += 2 * config.head_dim * context_len  # one weighted sum of the values
     return flops
 
 
 def check_flops(t, flops_per_token):
-    t.case(flops_per_token, SMALL, 5, expected=2100, note="810 weights, 2 layers, 3 query heads of 4 dimensions")
-    t.case(flops_per_token, SMALL, 1, expected=1716, note="the first token attends to itself only")
+    t.case(flops_per_token, SMALL, 7, expected=9416, note="3,448 weights, 5 layers, 3 query heads of 6 numbers")
+    t.case(flops_per_token, SMALL, 1, expected=7256, note="the first token attends to itself only")
     for context_len in (1, 7, 64):
         t.case(flops_per_token, ODD, context_len, expected=count_flops(ODD, context_len))
     tied = dataclasses.replace(ODD, tie_word_embeddings=True)
-    t.case(flops_per_token, tied, 7, expected=count_flops(tied, 7), note="a tied head is multiplied with all the same")
+    t.case(
+        flops_per_token,
+        tied,
+        7,
+        expected=count_flops(tied, 7),
+        note="a tied output head is multiplied with all the same",
+    )
     for num_kv_heads in (1, 3, 6):
         config = dataclasses.replace(ODD, num_kv_heads=num_kv_heads)
         grown = t.call(flops_per_token, config, 1000) - t.call(flops_per_token, config, 500)
@@ -97,14 +114,27 @@ def embedding_too(config, context_len):
     return 2 * (linear_params(config) + config.vocab_size * config.hidden_size) + attention
 
 
+def matrices_per_context(config, context_len):
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim
+    return (2 * linear_params(config) + attention) * context_len
+
+
+def everything_per_layer(config, context_len):
+    return config.num_layers * (2 * linear_params(config) + 4 * config.num_heads * config.head_dim * context_len)
+
+
+def without_itself(config, context_len):
+    return flops_per_token(config, context_len - 1)
+
+
 def flops_variant(config, context_len):
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    macs = config.hidden_size * config.vocab_size  # the head
+    macs = config.hidden_size * config.vocab_size  # the output head
     for _ in range(config.num_layers):
         macs += config.hidden_size * (width + 2 * kv_width) + width * config.hidden_size
         macs += 3 * config.hidden_size * config.intermediate_size
-        macs += width * context_len  # q.k
-        macs += context_len * width  # p.v
+        macs += width * context_len  # scores
+        macs += context_len * width  # mixing
     return 2 * macs
 
 
@@ -146,27 +176,25 @@ def count_bytes(config, context_lens, weight_dtype_bytes, kv_dtype_bytes):
 
 
 def check_bytes(t, step_bytes):
-    t.case(step_bytes, SMALL, [5, 3], 4, 2, expected=3496.0, note="810 weights of 4 bytes, 8 tokens of 32 bytes")
-    t.case(step_bytes, SMALL, [1], 4, 2, expected=3272.0, note="one request, one token")
-    t.case(
-        step_bytes,
-        ODD,
-        [9, 4, 30],
-        2,
-        4,
-        expected=count_bytes(ODD, [9, 4, 30], 2, 4),
-        note="three requests share a step",
-    )
+    t.case(step_bytes, SMALL, [4, 7, 2], 0.5, 2, expected=3284.0,
+           note="3,448 weights of half a byte, 13 tokens of 120 bytes")  # fmt: skip
+    t.case(step_bytes, SMALL, [1], 4, 2, expected=13912.0, note="one request, one token")
+    t.case(step_bytes, ODD, [9, 4, 30], 2, 4, expected=count_bytes(ODD, [9, 4, 30], 2, 4),
+           note="three requests share a step")  # fmt: skip
+    t.case(step_bytes, SMALL, [5], 4.5 / 8, 2, expected=2539.5, note="4.5 bits a weight: half a byte may remain")
     t.case(step_bytes, ODD, [17] * 8, 2, 2, expected=count_bytes(ODD, [17] * 8, 2, 2), note="eight requests")
     t.case(step_bytes, ODD, [12, 40], 0.5, 2, expected=count_bytes(ODD, [12, 40], 0.5, 2),
            note="4-bit weights, 16-bit KV cache")  # fmt: skip
     tied = dataclasses.replace(ODD, tie_word_embeddings=True)
-    t.case(step_bytes, tied, (6,), 2, 2, expected=count_bytes(tied, [6], 2, 2), note="a tied head is read as well")
+    t.case(
+        step_bytes, tied, (6,), 2, 2, expected=count_bytes(tied, [6], 2, 2), note="a tied output head is read as well"
+    )
     one, eight = t.call(step_bytes, ODD, [50], 2, 2), t.call(step_bytes, ODD, [50] * 8, 2, 2)
     t.true(eight < 8 * one, "eight requests in one step read less than eight steps of one", got=eight)
     weights = sum(2 * rows * columns for rows, columns in matrices(LLAMA_70B))
     t.case(step_bytes, LLAMA_70B, [8000], 2, 2, expected=weights + 8000 * 327680.0,
            note="Llama-3.1-70B, 8,000 tokens: 327,680 bytes of KV for each")  # fmt: skip
+    t.case(step_bytes, SMALL, [], 4, 2, expected=13792.0, note="an empty list: the weights alone")
 
 
 def _kv(config, tokens, kv_dtype_bytes, heads=None):
@@ -209,6 +237,23 @@ def whole_table(config, context_lens, weight_dtype_bytes, kv_dtype_bytes):
     return weights + _kv(config, sum(context_lens), kv_dtype_bytes)
 
 
+def swapped_dtypes(config, context_lens, weight_dtype_bytes, kv_dtype_bytes):
+    return step_bytes(config, context_lens, kv_dtype_bytes, weight_dtype_bytes)
+
+
+def doubled_kv(config, context_lens, weight_dtype_bytes, kv_dtype_bytes):
+    return linear_params(config) * weight_dtype_bytes + 2 * _kv(config, sum(context_lens), kv_dtype_bytes)
+
+
+def one_layers_kv(config, context_lens, weight_dtype_bytes, kv_dtype_bytes):
+    kv_bytes = _kv(config, sum(context_lens), kv_dtype_bytes) // config.num_layers
+    return linear_params(config) * weight_dtype_bytes + kv_bytes
+
+
+def no_weights(config, context_lens, weight_dtype_bytes, kv_dtype_bytes):
+    return _kv(config, sum(context_lens), kv_dtype_bytes)
+
+
 def as_bits(config, context_lens, weight_dtype_bytes, kv_dtype_bytes):
     return step_bytes(config, context_lens, weight_dtype_bytes / 8, kv_dtype_bytes / 8)
 
@@ -240,7 +285,10 @@ def plug_bytes(answer, swap):
             share = stats["gb_per_second"] * 1e9 / machine.bandwidth
             print(f"  batch {batch:>2}: {stats['gb_per_second']:6.2f} GB/s ({share:4.0%} of that), "
                   f"{stats['tokens_per_second']:7.1f} tokens/s")  # fmt: skip
-    print("Larger batches read few bytes more and yield many more tokens.")
+    print(
+        "A larger batch reads few bytes more and yields many more tokens. Where its GB/s fall, that is why: nearly the"
+    )
+    print("same bytes, but more arithmetic and more small work for each request, so the step takes longer.")
 
 
 # ---- 01.3
@@ -253,6 +301,7 @@ def check_roofline(t, roofline_seconds):
     t.case(roofline_seconds, 50e9, 1e9, SLOW, expected=0.5, note="0.5 s of computing, 0.1 s of moving")
     t.case(roofline_seconds, 10e9, 1e9, SLOW, expected=0.1, note="at the ridge both take equally long")
     t.case(roofline_seconds, 0, 4e9, SLOW, expected=0.4, note="a copy computes nothing")
+    t.case(roofline_seconds, 5e9, 0, SLOW, expected=0.05, note="all in the chip already: nothing moves")
     a100 = Machine("A100-80GB", bandwidth=2039e9, flops=312e12)
     for intensity in (1, 152, 154, 2000):
         seconds = 3e9 / 2039e9 if intensity < 153 else intensity * 3e9 / 312e12
@@ -286,6 +335,10 @@ def attainable(flops, num_bytes, machine):
     return min(machine.flops, flops / num_bytes * machine.bandwidth)
 
 
+def inverted(flops, num_bytes, machine):
+    return max(machine.flops / flops, machine.bandwidth / num_bytes)
+
+
 def memory_only(flops, num_bytes, machine):
     return num_bytes / machine.bandwidth
 
@@ -295,7 +348,7 @@ def compute_only(flops, num_bytes, machine):
 
 
 def roofline_variant(flops, num_bytes, machine):
-    if flops / num_bytes > machine.ridge:  # more work for each byte than the machine needs to stay busy
+    if flops > machine.ridge * num_bytes:  # more work for each byte than the machine needs to stay busy
         return flops / machine.flops
     return num_bytes / machine.bandwidth
 
@@ -328,7 +381,7 @@ def plug_roofline(answer, swap):
             ("read 128 tokens", 1, 128, _step_seconds(llm, 1, 128, 1)[0])]  # fmt: skip
     print(f"{'':<20}{'FLOP/B':>8}{'your least ms':>15}{'measured ms':>13}")
     for name, batch, tokens, seconds in rows:
-        if name.startswith("read"):  # only the last token of a prompt needs the head
+        if name.startswith("read"):  # only the last token of a prompt needs the output head
             flops = sum(roofline.flops_per_token(config, p + 1) for p in range(tokens))
             flops -= 2 * config.vocab_size * config.hidden_size * (tokens - 1)
             contexts = [tokens]
@@ -338,7 +391,7 @@ def plug_roofline(answer, swap):
         with swap():
             least = roofline.roofline_seconds(flops, num_bytes, machine)
         print(f"{name:<20}{flops / num_bytes:>8.1f}{least * 1e3:>15.1f}{seconds * 1e3:>13.1f}")
-    print("A real step cannot be faster than the roofline. How close it comes is the engine's work.")
+    print("A real step cannot be faster than the true roofline. How close it comes is the engine's work.")
 
 
 # ---- 01.4
@@ -358,50 +411,27 @@ def count_rate(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, machine
 
 
 def check_rate(t, decode_tokens_per_second):
+    even = Machine("even", bandwidth=1e6, flops=4e6)  # both times are of the same size
     memory = Machine("slow memory", bandwidth=1e6, flops=1e12)
     compute = Machine("slow arithmetic", bandwidth=1e12, flops=1e6)
-    t.case(
-        decode_tokens_per_second,
-        SMALL,
-        [5],
-        4,
-        2,
-        memory,
-        expected=1e6 / 3400,
-        note="one request: 3,400 bytes for one token",
-    )
-    t.case(decode_tokens_per_second, SMALL, [5, 3], 4, 2, memory, expected=2e6 / 3496,
-           note="two requests: 3,496 bytes for two tokens")  # fmt: skip
-    t.case(
-        decode_tokens_per_second,
-        SMALL,
-        [5],
-        4,
-        2,
-        compute,
-        expected=1e6 / 2100,
-        note="compute-bound: 2,100 FLOPs for one token",
-    )
-    t.case(decode_tokens_per_second, SMALL, [5, 3], 4, 2, compute, expected=2e6 / 4008,
-           note="compute-bound: 2,100 + 1,908 FLOPs for two tokens")  # fmt: skip
+    small, rate = [4, 7, 2], decode_tokens_per_second
+    t.case(rate, SMALL, [7], 0.5, 2, even, expected=1e6 / 2564,
+           note="one request: 2,564 bytes take 2.564 ms, 9,416 FLOPs take 2.354 ms")  # fmt: skip
+    t.case(rate, SMALL, small, 0.5, 2, memory, expected=3e6 / 3284,
+           note="three requests, memory-bound: 3,284 bytes for three tokens")  # fmt: skip
+    t.case(rate, SMALL, small, 0.5, 2, compute, expected=3e6 / 25368,
+           note="compute-bound: 8,336 + 9,416 + 7,616 FLOPs for three tokens")  # fmt: skip
+    t.case(rate, SMALL, small, 0.5, 2, even, expected=12e6 / 25368, note="3.284 ms of moving, 6.342 ms of computing")
     for contexts in ([9, 4, 30], [200], [17] * 8, [3000] * 5):
         for machine in (memory, compute, SLOW):
-            t.case(
-                decode_tokens_per_second,
-                ODD,
-                contexts,
-                2,
-                4,
-                machine,
-                expected=count_rate(ODD, contexts, 2, 4, machine),
-            )
-    one = t.call(decode_tokens_per_second, ODD, [50], 2, 2, compute)
-    many = t.call(decode_tokens_per_second, ODD, [50] * 10, 2, 2, compute)
+            t.case(rate, ODD, contexts, 2, 4, machine, expected=count_rate(ODD, contexts, 2, 4, machine))
+    one = t.call(rate, ODD, [50], 2, 2, compute)
+    many = t.call(rate, ODD, [50] * 10, 2, 2, compute)
     t.equal(
         many, one, "ten requests against one, compute-bound", note="beyond the ridge a larger batch yields nothing more"
     )
     four = Machine("4 x A100-80GB as one", bandwidth=4 * 2039e9, flops=4 * 312e12)
-    t.case(decode_tokens_per_second, LLAMA_70B, [1000], 2, 2, four, expected=count_rate(LLAMA_70B, [1000], 2, 2, four),
+    t.case(rate, LLAMA_70B, [1000], 2, 2, four, expected=count_rate(LLAMA_70B, [1000], 2, 2, four),
            note="Llama-3.1-70B in bf16 on four A100s")  # fmt: skip
 
 
@@ -451,6 +481,31 @@ def seconds_per_token(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, 
     return roofline_seconds(_flops(config, context_lens), num_bytes, machine) / len(context_lens)
 
 
+def longest_for_all(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, machine):
+    same = [max(context_lens)] * len(context_lens)
+    num_bytes = step_bytes(config, same, weight_dtype_bytes, kv_dtype_bytes)
+    return len(same) / roofline_seconds(_flops(config, same), num_bytes, machine)
+
+
+def first_for_all(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, machine):
+    same = [context_lens[0]] * len(context_lens)
+    num_bytes = step_bytes(config, same, weight_dtype_bytes, kv_dtype_bytes)
+    return len(same) / roofline_seconds(_flops(config, same), num_bytes, machine)
+
+
+def rates_summed(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, machine):
+    total = 0.0
+    for length in context_lens:
+        num_bytes = step_bytes(config, [length], weight_dtype_bytes, kv_dtype_bytes)
+        total += 1 / roofline_seconds(flops_per_token(config, length), num_bytes, machine)
+    return total
+
+
+def times_added(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, machine):
+    num_bytes = step_bytes(config, context_lens, weight_dtype_bytes, kv_dtype_bytes)
+    return len(context_lens) / added(_flops(config, context_lens), num_bytes, machine)
+
+
 def rate_variant(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, machine):
     batch = len(context_lens)
     mean = sum(context_lens) / batch  # FLOPs grow evenly with the context, so the mean request stands for all
@@ -460,7 +515,7 @@ def rate_variant(config, context_lens, weight_dtype_bytes, kv_dtype_bytes, machi
 
 
 def plug_rate(answer, swap):
-    """Ceilings against real decode steps, then two claims from blog posts."""
+    """Ceilings against real decode steps, then two claims."""
     llm, machine = make_llm(enable_prefix_caching=False), roofline.measure_machine()
     element = llm.model.embed.weight.element_size()
     print(f"this machine: {machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s")
@@ -471,13 +526,18 @@ def plug_rate(answer, swap):
             seconds = statistics.median(_step_seconds(llm, batch, 8, 6)[1:])
             ceiling = roofline.decode_tokens_per_second(llm.config, [11] * batch, element, element, machine)
             print(f"{batch:>5}{ceiling:>15.1f}{batch / seconds:>11.1f}   {batch / seconds / ceiling:.0%} of it")
-        laptop = Machine("a laptop with 100 GB/s", bandwidth=100e9, flops=3e12)
-        rate = roofline.decode_tokens_per_second(LLAMA_3B, [1], 8.5 / 8, 2, laptop)
-        print(f"Claim: a 3B model in 8 bits writes 30+ tokens/s on a laptop with 100 GB/s. Your ceiling: {rate:.1f}.")
-        four = Machine("4 x A100-80GB", bandwidth=4 * 2039e9, flops=4 * 312e12)
-        rate = roofline.decode_tokens_per_second(LLAMA_70B, [1000], 4.5 / 8, 2, four)
-        print(f"Claim: 70B in 4 bits on four A100s, 50 tokens/s for one user. Your ceiling: {rate:.0f}.")
-    print("No engine can beat a ceiling: the first claim is impossible, the second one is not.")
+        rates = []
+        for what, config, context, bits, one, claim in CLAIMS:
+            moved = roofline.step_bytes(config, [context], bits / 8, 2)
+            rates.append(roofline.decode_tokens_per_second(config, [context], bits / 8, 2, one))
+            print(f"\nSuppose someone claims {claim} tokens/s for one user: {what},")
+            print(f"  {bits} bits a weight, context {context:,}: {moved / 1e9:.2f} GB a token. {one.name} reads "
+                  f"{one.bandwidth / 1e9:,.0f} GB/s.")  # fmt: skip
+            verdict = "impossible" if claim > rates[-1] else "not ruled out"
+            print(f"  Your ceiling: {rates[-1]:.1f}. The claim is {verdict}.")
+    if not rates[0] < 40 or not rates[1] > 50:
+        raise AssertionError("these ceilings are not those of the engine's own function")
+    print("\nWith these bytes, no engine writes faster than the ceiling.")
 
 
 EXERCISES = [
@@ -492,32 +552,34 @@ EXERCISES = [
 
             * **Matrices.** The token's vector meets every weight once: one multiplication and one addition for
               each. `linear_params(config)` counts these weights (it is imported above).
-            * **Attention.** In each layer, each *query* head of `head_dim` numbers takes a dot product with the
-              keys of all `context_len` tokens, and then adds up as many value vectors. A dot product of d numbers
-              is d multiplications and d additions.
+            * **Attention.** The token looks back at `context_len` tokens, itself counted. Every layer does this with
+              several **query heads** side by side, each on `head_dim` numbers of its own. A query head takes a dot
+              product with the key of each token in sight (the scores), and then adds up their values, each times a
+              number that came from its score (the mixing).
 
-            `context_len` counts the token itself. Norms, rotations and softmax are small; leave them out. The
-            result is an int.
+            The configuration has `num_heads` query heads, and `num_kv_heads` heads that have keys and values. Norms,
+            rotations and softmax are small; leave them out. The result is an int.
 
-            Worked example: 810 weights, 2 layers, 3 query heads, `head_dim` 4, `context_len` 5. Matrices: 1,620.
-            Attention: 4 x 2 x 3 x 4 x 5 = 480. Together **2,100**.
+            Worked example: 3,448 weights, 5 layers, 3 query heads, 1 KV head, `head_dim` 6, `context_len` 7. Matrices:
+            6,896. Attention: 2,520. Together **9,416**.
         """,
         hints=(
-            "Do the two parts apart. Which of them depends on the context?",
-            "Attention is two products of the same size, scores and mixing. Each takes 2 FLOPs per number. How often "
-            "do they happen in the whole model?",
+            "Do the two parts apart. Take one query head in one layer and one token in sight: how many multiplications "
+            "and additions for the score, how many for the mixing?",
+            "A dot product of d numbers is d multiplications and d additions; mixing takes as many. How often does "
+            "that happen in the whole model?",
             "The factors of the attention part are: 4, the layers, the query heads, the head's dimension and the "
             "context. The matrices are twice `linear_params`.",
         ),
         explanation="""
             A multiply-add is two FLOPs, so a matrix of n weights takes 2n for one token. This is the well-known
-            rule "2 N per token" (N: parameters). The rest is attention: `q.k` and `p.v`, 2 FLOPs each, for every
+            rule "2 N per token" (N: parameters). The rest is attention: scores and mixing, 2 FLOPs each, for every
             layer, query head, dimension and token in sight. PaLM's formula 6N + 12LHQT (arXiv:2204.02311, appendix
             B) is the same thing for training: forward and backward are three times the forward pass, 2N + 4LHQT.
 
-            Grouped-query attention does not change the count: the number of *query* heads decides. It saves bytes,
-            which is the next exercise. The embedding is a look-up, no product, and a tied table still works as the
-            head.
+            Query heads that share keys and values (*grouped-query attention*, stage 03) do not change the count. Sharing
+            saves bytes, which is the next exercise. The embedding is a look-up, no product; a tied table, one that is
+            embedding and output head at once, is still multiplied as the output head.
 
             The FLOPs that the model needs, per second, over the chip's peak are called *MFU* (model FLOPs utilisation).
             vLLM and SGLang report such estimates when asked (`--enable-mfu-metrics`). llama.cpp's `llama-bench` reports
@@ -547,7 +609,7 @@ EXERCISES = [
             Mutant(
                 "one_product",
                 one_product,
-                "Half of the attention is missing: scores (q.k) *and* mixing (p.v) are products.",
+                "Half of the attention is missing: the scores are a product, and the mixing of the values is another.",
                 "estimates that stop at the score matrix",
             ),
             Mutant(
@@ -575,8 +637,27 @@ EXERCISES = [
                 "embedding_too",
                 embedding_too,
                 "The embedding table is not multiplied: a token picks one row of it. "
-                "`linear_params` already has the head.",
+                "`linear_params` already has the output head.",
                 "taking the parameter count from the model's card",
+            ),
+            Mutant(
+                "matrices_per_context",
+                matrices_per_context,
+                "You multiply the matrices by context_len too. Earlier tokens met them in earlier steps; only attention "
+                "looks back.",
+                "the FLOPs of a whole prompt, taken for one token",
+            ),
+            Mutant(
+                "everything_per_layer",
+                everything_per_layer,
+                "You multiply the matrices by the layers. `linear_params` has all layers in it.",
+                "linear_params taken for one layer's weights",
+            ),
+            Mutant(
+                "without_itself",
+                without_itself,
+                "You take context_len - 1. The token attends to itself too, and context_len counts it already.",
+                "the cache's length before the step, taken for the context",
             ),
         ),
         variant=flops_variant,
@@ -584,9 +665,9 @@ EXERCISES = [
             from minillm.config import ModelConfig
 
             #             vocabulary, hidden, intermediate, layers, heads, KV heads, head_dim
-            small = ModelConfig("llama", 11, 6, 10, 2, 3, 1, 4)
+            small = ModelConfig("llama", 11, 8, 12, 5, 3, 1, 6)
             print(linear_params(small), "weights")
-            print(flops_per_token(small, 5), "should be 2100")
+            print(flops_per_token(small, 7), "should be 9416")
         """,
         plug_in=plug_flops,
     ),
@@ -604,11 +685,11 @@ EXERCISES = [
             * Keys and values of every token in every request's cache. `kv.kv_bytes_per_token(num_layers,
               num_kv_heads, head_dim, dtype_bytes)` says how many bytes one token has (you write it in stage 02).
 
-            `weight_dtype_bytes` may be 0.5 (4-bit weights). The result is a number of bytes, not of GB.
+            `weight_dtype_bytes` may be 0.5 (4-bit weights) or 0.5625 (with scales). The result is a number of bytes, not
+            of GB, and need not be whole. With an empty list it is the weights alone.
 
-            Worked example: 810 weights of 4 bytes = 3,240. A token of KV: 2 layers x 1 KV head x 4 dimensions x 2
-            bytes, for keys and for values, = 32. Two requests with 5 and 3 tokens: 8 x 32 = 256. Together
-            **3,496**.
+            Worked example: the model of 01.1 with weights of 4 bits and a cache of 16 bits, so 0.5 and 2 bytes. Weights:
+            1,724 bytes. Three requests with 4, 7 and 2 tokens: 1,560 bytes. Together **3,284**.
         """,
         hints=(
             "Which of the two parts grows with the number of requests?",
@@ -651,7 +732,7 @@ EXERCISES = [
             Mutant(
                 "padded",
                 padded,
-                "You count every request as long as the longest. A paged engine reads no padding.",
+                "You count every request as long as the longest. Each request's cache is read as long as it is: no padding.",
                 "static batching with padding",
             ),
             Mutant(
@@ -676,8 +757,32 @@ EXERCISES = [
             Mutant(
                 "whole_table",
                 whole_table,
-                "The embedding table is not read: a token looks up one row. `linear_params` already has the head.",
+                "The embedding table is not read: a token looks up one row. `linear_params` already has the output head.",
                 "taking the parameter count from the model's card",
+            ),
+            Mutant(
+                "swapped_dtypes",
+                swapped_dtypes,
+                "The two sizes are swapped: weights take weight_dtype_bytes, the cache kv_dtype_bytes.",
+                "hidden as long as both are 16 bits",
+            ),
+            Mutant(
+                "doubled_kv",
+                doubled_kv,
+                "Your cache is twice too big: kv_bytes_per_token has keys *and* values in it already.",
+                "the factor 2 of the KV formula, applied a second time",
+            ),
+            Mutant(
+                "one_layers_kv",
+                one_layers_kv,
+                "You count the cache of one layer. Every layer has keys and values of its own.",
+                "a KV formula without the layers",
+            ),
+            Mutant(
+                "no_weights",
+                no_weights,
+                "The weights are missing. Every step reads all of them, once.",
+                "the size of the cache, taken for the bytes of a step",
             ),
             Mutant(
                 "as_bits",
@@ -696,11 +801,11 @@ EXERCISES = [
         scratch="""
             from minillm.config import ModelConfig
 
-            small = ModelConfig("llama", 11, 6, 10, 2, 3, 1, 4)
+            small = ModelConfig("llama", 11, 8, 12, 5, 3, 1, 6)
             per_token = kv.kv_bytes_per_token(small.num_layers, small.num_kv_heads, small.head_dim, 2)
             print(per_token, "bytes of KV per token")
-            print(step_bytes(small, [5, 3], 4, 2), "should be 3496")
-            print(step_bytes(small, [5], 4, 2), "for one request: not half")
+            print(step_bytes(small, [4, 7, 2], 0.5, 2), "should be 3284.0")
+            print(step_bytes(small, [4], 0.5, 2), "for the first request alone: more than a third")
         """,
         plug_in=plug_bytes,
     ),
@@ -715,12 +820,13 @@ EXERCISES = [
             both at the same time: while it multiplies, the next weights are on their way. What is the least number
             of seconds in which it can do `flops` FLOPs on `num_bytes` bytes?
 
-            Worked example: 100 GFLOP/s and 10 GB/s. Work of 2 GFLOP on 1 GB: computing takes 0.02 s, moving 0.1 s.
-            The answer is **0.1** s.
+            Worked example: 100 GFLOP/s and 10 GB/s. Work of 2 GFLOP on 1 GB takes **0.1** s, work of 50 GFLOP on 1 GB
+            takes **0.5** s.
         """,
         hints=(
             "Compute the two times. Two people work side by side: when are both done?",
-            "They overlap, so the times are not added. The one who is done first must wait.",
+            "In the first example computing takes 0.02 s and moving 0.1 s. In the second it is 0.5 s and still 0.1 s. Which "
+            "of the two times is the answer in each?",
             "Each amount over its own rate, FLOPs over FLOP/s and bytes over bytes/s. Python has a function that picks "
             "the later of two.",
         ),
@@ -742,7 +848,7 @@ EXERCISES = [
                 "added",
                 added,
                 "You add the two times. They overlap: while one matrix is multiplied, the next is on its way.",
-                "a common slip",
+                SEEN_ADDED,
             ),
             Mutant(
                 "the_faster",
@@ -753,6 +859,12 @@ EXERCISES = [
             ),
             Mutant(
                 "crossed", crossed, "FLOPs over bytes/s has no meaning: the two rates are swapped.", "a common slip"
+            ),
+            Mutant(
+                "inverted",
+                inverted,
+                "You divide the rate by the amount. Seconds are FLOPs over FLOP/s, bytes over bytes/s: look at the units.",
+                "a common slip",
             ),
             Mutant(
                 "attainable",
@@ -797,9 +909,8 @@ EXERCISES = [
             It may use `flops_per_token`, `step_bytes` and `roofline_seconds`: yours from above, or, if you skipped
             one, the engine's (`from minillm.roofline import step_bytes`).
 
-            Worked example, with the small model of 01.1 and 01.2: contexts [5, 3], fp32 weights, a 2-byte cache.
-            FLOPs: 2,100 + 1,908 = 4,008. Bytes: 3,496. At 1 MB/s and 1 TFLOP/s the step takes 0.003496 s, and
-            writes two tokens: **572.08** tokens/s.
+            Worked example, with the small model and the three requests of 01.2: 25,368 FLOPs, 3,284 bytes. On a machine
+            with 4 MFLOP/s and 1 MB/s: **473.04** tokens/s. With 1 TFLOP/s and 1 MB/s: **913.52**.
         """,
         hints=(
             "First the duration of one step. Then: how many tokens does it bring?",
@@ -839,14 +950,14 @@ EXERCISES = [
                 "flops_of_one",
                 flops_of_one,
                 "FLOPs of one request only. Each request's token must be computed: add them up.",
-                "a common slip; hidden as long as the step is memory-bound",
+                "hidden as long as the step is memory-bound",
             ),
             Mutant(
                 "one_long_token",
                 one_long_token,
                 "You count one token that attends to all contexts. Each request has its own "
                 "token: every one meets all the weights.",
-                "a common slip; hidden as long as the step is memory-bound",
+                "hidden as long as the step is memory-bound",
             ),
             Mutant(
                 "no_context",
@@ -868,7 +979,35 @@ EXERCISES = [
                 "'decode is memory-bound', taken for every batch size",
             ),
             Mutant(
-                "seconds_per_token", seconds_per_token, "That is seconds per token: turn it round.", "a common slip"
+                "seconds_per_token",
+                seconds_per_token,
+                "That is seconds per token: turn it round.",
+                "time per output token (TPOT), which benchmarks report beside tokens/s",
+            ),
+            Mutant(
+                "longest_for_all",
+                longest_for_all,
+                "You give every request the longest context. Each has its own.",
+                "static batching with padding",
+            ),
+            Mutant(
+                "first_for_all",
+                first_for_all,
+                "You give every request the first one's context. Each has its own.",
+                "calculators that ask for a batch size and one context",
+            ),
+            Mutant(
+                "rates_summed",
+                rates_summed,
+                "You add up the speeds that each request would have alone. They share one machine: one step, one time, "
+                "then divide.",
+                "one user's tokens/s, multiplied by the number of users",
+            ),
+            Mutant(
+                "times_added",
+                times_added,
+                "You add the time of computing to that of moving. They overlap: `roofline_seconds` takes both.",
+                SEEN_ADDED,
             ),
         ),
         variant=rate_variant,
@@ -876,10 +1015,11 @@ EXERCISES = [
             from minillm.config import ModelConfig
             from minillm.roofline import Machine
 
-            small = ModelConfig("llama", 11, 6, 10, 2, 3, 1, 4)
-            machine = Machine("toy", bandwidth=1e6, flops=1e12)
-            for contexts in ([5], [5, 3], [5] * 100):
-                print(len(contexts), "requests:", decode_tokens_per_second(small, contexts, 4, 2, machine), "tokens/s")
+            small = ModelConfig("llama", 11, 8, 12, 5, 3, 1, 6)
+            machine = Machine("toy", bandwidth=1e6, flops=4e6)
+            for contexts in ([7], [4, 7, 2], [7] * 100):
+                rate = decode_tokens_per_second(small, contexts, 0.5, 2, machine)
+                print(len(contexts), "requests:", rate, "tokens/s")
         """,
         plug_in=plug_rate,
     ),

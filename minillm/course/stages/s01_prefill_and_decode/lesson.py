@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 01 Prefill and decode
 #
-# **Why does reading 200 prompt tokens take about as long as writing a handful of new ones?** The weights are the same,
-# the machine is the same, and a token is a token.
+# **Why can a model read 200 prompt tokens in the time in which it writes far fewer?** The weights are the same, the machine
+# is the same, and a token is a token.
 #
 # After this lesson you can
 #
@@ -19,7 +19,6 @@
 #
 # * `01.read`: while the model reads a prompt of 200 tokens, how many new tokens could it write?
 # * `01.eight`: a matrix times *eight* vectors takes how many times as long as the matrix times one?
-# * `01.share`: writing must read all weights from memory. What share of the memory's speed will our engine reach?
 
 # %%
 import statistics
@@ -39,7 +38,6 @@ from minillm.request import Request
 
 predict("01.read", None, "tokens")
 predict("01.eight", None, "times")
-predict("01.share", None, "%")
 
 # %% [markdown]
 # ## Measure it
@@ -75,13 +73,14 @@ compare("01.read", read / write, "tokens written while 200 are read")
 
 # %% [markdown]
 # Reading is far faster per token. Yet every token, read or written, meets the same weights: the arithmetic per token is
-# the same. So arithmetic is not what writing waits for. What else is there?
+# nearly the same. So arithmetic is not what writing waits for. What else is there?
 
 # %% [markdown]
 # ## The smallest example
 #
 # A matrix of 2 x 3 weights times one vector. Each weight is multiplied once and added once: 2 FLOPs (floating-point
-# operations) a weight. And each weight must come from memory: 4 bytes in fp32. Then the same matrix times four vectors.
+# operations) a weight. And each weight must come from memory: 4 bytes, as our weights are 32-bit floats (*fp32*). Then
+# the same matrix times four vectors.
 
 # %%
 W = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -128,11 +127,12 @@ plt.show()
 #
 # ## Does a real machine notice?
 #
-# We take the model's largest matrix, its head, and multiply it with more and more vectors at once.
+# We take the model's largest matrix, its *output head* (the last one, which gives every vocabulary entry a score), and
+# multiply it with more and more vectors at once.
 
 # %%
-head = llm.model.embed.weight  # [vocabulary, hidden]; in this model embedding and head are one matrix
-print(f"weights {head.nbytes / 1e6:.0f} MB, one vector {head.shape[1] * 4 / 1e6:.4f} MB")
+output_head = llm.model.embed.weight  # [vocabulary, hidden]; in this model embedding and output head are one matrix
+print(f"weights {output_head.nbytes / 1e6:.0f} MB, one vector {output_head.shape[1] * 4 / 1e6:.4f} MB")
 
 
 def median_seconds(work, repeats=7):
@@ -148,31 +148,32 @@ def median_seconds(work, repeats=7):
 counts = [1, 2, 4, 8, 16, 32, 64, 128]
 product_times = []
 for n in counts:
-    x = torch.randn(n, head.shape[1])
-    product_times.append(median_seconds(partial(F.linear, x, head)))
+    x = torch.randn(n, output_head.shape[1])
+    product_times.append(median_seconds(partial(F.linear, x, output_head)))
 for n, seconds in zip(counts, product_times, strict=True):
     print(f"{n:>4} vectors {seconds * 1e3:8.1f} ms {seconds / n * 1e3:8.2f} ms each")
 compare("01.eight", product_times[counts.index(8)] / product_times[0], "times as long")
 
 # %%
-fig, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
-ms = [seconds * 1e3 for seconds in product_times]
-ax.plot(counts, [ms[0] * n for n in counts], "--", color=GREY)
-ax.plot(counts, ms, "o-", color=BLUE)
-as_dear = "if each vector cost\nas much as the first"
-ax.text(counts[4], ms[0] * counts[4] * 1.25, as_dear, color="#555555", ha="right")
-ax.text(counts[-2], ms[-2] * 0.45, "measured", color=BLUE)
-ax.set(xscale="log", yscale="log", xlabel="vectors multiplied at once", ylabel="milliseconds")
+fig, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
+each = [seconds / n * 1e3 for n, seconds in zip(counts, product_times, strict=True)]
+ax.axhline(each[0], linestyle="--", color=GREY)
+ax.plot(counts, each, "o-", color=BLUE)
+ax.text(counts[-1], each[0] * 1.08, "if each vector cost as much as the first", color="#555555", ha="right")
+ax.set(xscale="log", yscale="log", xlabel="vectors multiplied at once", ylabel="milliseconds for each vector")
 ax.set_xticks(counts, labels=counts)
+ticks = [t * 10**e for e in range(-3, 4) for t in (1, 2, 5) if min(each) / 2 < t * 10**e < max(each) * 2]
+ax.set_yticks(ticks, labels=[f"{t:g}" for t in ticks])
 ax.minorticks_off()
 ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# This is the surprise: many vectors cost little more than a few. With one vector the machine mostly waits for weights; its
-# arithmetic units are idle, and more vectors give them something to do. Only at the right does the line rise like the
-# dashed one: now arithmetic takes the time. (A jump at the second vector is the library, which changes from its
-# matrix-vector to its matrix-matrix routine. Do the numbers vary? Other programs are busy; run the cell again.)
+# This is the surprise: 128 times the arithmetic, far less than 128 times the time. The cost of each vector (right column)
+# falls as more share the weights. A guess at the reason: with one vector the machine waits for weights, and more vectors
+# give its arithmetic units something to do meanwhile. We will put numbers to that.
+#
+# (The second vector may cost a jump; probably torch changes routine. The numbers vary? Other programs are busy.)
 #
 # **Prefill** knows all prompt tokens, so it brings 200 vectors at once. **Decode** cannot: token 201 must be chosen before
 # token 202 can begin. One vector per request, and all the weights for it.
@@ -180,8 +181,15 @@ plt.show()
 # %% [markdown]
 # ## The engine's arithmetic
 #
-# `minillm/roofline.py` counts both sides for a whole model. Some of its functions are your exercises, so their bodies are
-# left out here.
+# Three words for now.
+#
+# * *Attention*: each new token looks back at every earlier one. For that the engine keeps two small lists of numbers per
+#   token and layer, its *keys and values*: the *KV cache* (stage 02).
+# * *Attention heads*: each layer looks back several times side by side, `num_heads` times. Several heads may share keys
+#   and values, so there are only `num_kv_heads` of those (stage 03).
+# * *Output head*: the last matrix, from above. It has nothing to do with attention heads.
+#
+# `minillm/roofline.py` counts FLOPs and bytes for a whole model. What you write in the exercises is left out here.
 
 # %%
 show_source(roofline.linear_params)
@@ -190,10 +198,10 @@ show_source(roofline.step_bytes)
 show_source(roofline.arithmetic_intensity)
 
 # %% [markdown]
-# Now six kinds of steps. One detail: a prompt needs the head for its *last* token only, so we take the others' share out.
+# Now six kinds of steps. One detail: a prompt needs the output head for its *last* token only, so we take the rest out.
 
 # %%
-config, element = llm.config, head.element_size()  # fp32: 4 bytes
+config, element = llm.config, output_head.element_size()  # fp32: 4 bytes
 
 
 def work(requests, start, tokens):
@@ -228,18 +236,35 @@ print(machine.name)
 print(f"reads {machine.bandwidth / 1e9:.1f} GB/s, multiplies {machine.flops / 1e9:.0f} GFLOP/s in fp32")
 
 A100 = roofline.Machine("A100 80GB", bandwidth=2.039e12, flops=312e12)
-H200 = roofline.Machine("H200", bandwidth=4.15e12, flops=1979e12 / 2)
+H200 = roofline.Machine("H200", bandwidth=4.8e12, flops=1979e12 / 2)
 for one in (machine, A100, H200):
     print(f"ridge {one.ridge:6.1f} FLOP/byte   {one.name}")
 
 # %% [markdown]
 # Writing one token with 16-bit weights has about 1 FLOP per byte; here, with 32-bit weights, half of that. Every ridge
-# lies above it, a GPU's far above: on an A100 the matrices turn compute-bound only with about as many requests in the
-# step as its ridge says.
+# lies above it, a GPU's far above: an A100 needs about as many requests in the step as its ridge says.
 #
-# (Sources. A100 80GB SXM: NVIDIA's data sheet. H200: this project measured how fast it reads, 4.15 TB/s, where the sheet
-# says 4.8. Its FLOP/s are from the sheet: 1,979 TFLOP/s for bf16 "with sparsity", and half of that for ordinary weights.)
+# (Sources: NVIDIA's data sheets. A100 80GB SXM: 2,039 GB/s, 312 TFLOP/s for dense bf16, a 16-bit format. H200 SXM:
+# 4.8 TB/s, and 1,979 TFLOP/s for bf16 "with sparsity", which is 989.5 for ordinary, dense weights.)
 #
+# ## Predict the writing speed from bytes alone
+#
+# Below the ridge, time is bytes over bandwidth. No benchmark is needed. One last guess: what share of this ceiling does
+# our engine reach when it writes for one request?
+
+# %%
+predict("01.share", None, "%")
+
+# %%
+step_seconds = {"write, 1 request": statistics.median(step_times(1, PROMPT, 9)[1:])}
+measured = 1 / step_seconds["write, 1 request"]
+num_bytes = roofline.step_bytes(config, [PROMPT + 1], element, element)
+ceiling = machine.bandwidth / num_bytes
+print(f"{num_bytes / 1e9:.3f} GB per token, {machine.bandwidth / 1e9:.1f} GB/s: at most {ceiling:.1f} tokens/s")
+print(f"measured: {measured:.1f} tokens/s, which is {measured * num_bytes / 1e9:.1f} GB/s")
+compare("01.share", 100 * measured / ceiling, "% of the memory's speed")
+
+# %% [markdown]
 # ## The roofline
 #
 # Plot speed over intensity, both logarithmic, and the two ceilings become a roof (Williams, Waterman and Patterson,
@@ -247,93 +272,68 @@ for one in (machine, A100, H200):
 
 # %%
 show_source(roofline.roofline_seconds)
-step_seconds = {}
 for name, (requests, start, tokens) in STEPS.items():
-    if start:  # writes: the median of the steps after the first
+    if start and requests > 1:  # writes: the median of the steps after the first
         step_seconds[name] = statistics.median(step_times(requests, start, 6 if requests > 8 else 9)[1:])
-    else:
+    elif not start:
         step_seconds[name] = statistics.median(step_times(1, tokens, 1)[0] for _ in range(3))
 
-print(f"{'':<20}{'measured':>10}{'at least':>11}   bound by{'share':>8}   achieved")
+print(f"{'':<20}{'measured':>10}{'at least':>11}   ceiling {'share':>8}   achieved")
 for name, seconds in step_seconds.items():
     flops, num_bytes = work(*STEPS[name])
     least = roofline.roofline_seconds(flops, num_bytes, machine)
     bound = "memory" if flops / num_bytes < machine.ridge else "compute"
     speed = f"{num_bytes / seconds / 1e9:.1f} GB/s" if bound == "memory" else f"{flops / seconds / 1e9:.0f} GFLOP/s"
-    print(f"{name:<20}{seconds * 1e3:>7.0f} ms{least * 1e3:>8.0f} ms", end="")
-    print(f"   {bound:<8}{least / seconds:>8.0%}   {speed}")
+    print(f"{name:<20}{seconds * 1e3:>7.0f} ms{least * 1e3:>8.0f} ms   {bound:<8}{least / seconds:>8.0%}   {speed}")
 
 # %%
-fig, ax = plt.subplots(figsize=(8.5, 5), layout="constrained")
+fig, ax = plt.subplots(figsize=(8.5, 4.6), layout="constrained")
 grid = sorted([0.1, machine.ridge, 1500.0])
 roof = [min(machine.flops, machine.bandwidth * g) / 1e9 for g in grid]
 ax.plot(grid, roof, color="black", linewidth=2)
 ax.fill_between(grid, roof, 1e6, color="#eeeeee")
 ax.axvline(machine.ridge, color=GREY, linestyle=":")
 low = min(work(*STEPS[name])[0] / s for name, s in step_seconds.items()) / 1e9
-ax.set(xscale="log", yscale="log", xlim=(0.1, 1500), ylim=(low / 3, machine.flops / 1e9 * 3))
 ax.text(machine.ridge * 1.08, low / 2.6, f"ridge: {machine.ridge:.1f} FLOP/byte", color="#555555")
-ax.text(40, machine.flops / 1e9 * 1.15, f"multiplies {machine.flops / 1e9:.0f} GFLOP/s", ha="left")
-middle = machine.ridge**0.5 * 0.5
-ax.text(
-    middle * 0.75,
-    machine.bandwidth * middle / 1e9,
-    f"reads {machine.bandwidth / 1e9:.1f} GB/s",
-    ha="right",
-    va="bottom",
-)
+ax.text(40, roof[-1] * 1.15, f"multiplies {roof[-1]:.0f} GFLOP/s")
+ax.text(0.42, machine.bandwidth * 0.47e-9, f"reads {machine.bandwidth / 1e9:.1f} GB/s", ha="right")
 for name, seconds in step_seconds.items():
     flops, num_bytes = work(*STEPS[name])
     x, y, writes = flops / num_bytes, flops / seconds / 1e9, name.startswith("write")
+    color = BLUE if writes else ORANGE
     ax.plot([x, x], [y, min(machine.flops, machine.bandwidth * x) / 1e9], color=GREY, linewidth=1)
-    ax.plot(x, y, "o" if writes else "s", color=BLUE if writes else ORANGE, markersize=9)
-    shift, side = ((0, -16), "center") if x < 1 else ((-9, -10), "right") if writes else ((9, -10), "left")
-    label = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    ax.annotate(name, (x, y), shift, textcoords="offset points", color=BLUE if writes else ORANGE,
-                ha=side, va="center", bbox=label)  # fmt: skip
+    ax.plot(x, y, "o" if writes else "s", color=color, markersize=9)
+    text, shift = f"{name.split()[0].strip(',')} {STEPS[name][0 if writes else 2]}", (0, -17) if writes else (9, -12)
+    ax.annotate(text, (x, y), shift, textcoords="offset points", color=color, ha="center" if writes else "left")
+ax.set(xscale="log", yscale="log", xlim=(0.1, 1500), ylim=(low / 3, roof[-1] * 3))
 ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="speed, GFLOP/s")
 ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Writing for one request sits far left, under the slope: memory sets its pace. A long prompt sits far right, under the flat
-# part: arithmetic sets its pace. That is the answer to our question. Prefill and decode are not two programs. They are the
-# same program at two intensities, and more requests move decode to the right.
+# Blue: a step that writes for so many requests. Orange: a step that reads so many tokens. The grey line under the roof is
+# what a step loses. (The ceiling is itself a measurement. If other programs are running, it is too low and your share too
+# high.)
 #
-# ## Predict the writing speed from bytes alone
+# Writing for one request sits far left, under the slope: memory sets the limit. A long prompt sits far right, under the
+# flat part: arithmetic sets the limit. Prefill and decode are not two programs. They are the same program at two
+# intensities, and more requests move decode to the right.
 #
-# Below the ridge, time is bytes over bandwidth. No benchmark is needed:
+# Now the opening question has its number:
 
 # %%
-num_bytes = roofline.step_bytes(config, [PROMPT + 1], element, element)
-ceiling = machine.bandwidth / num_bytes
-measured = 1 / step_seconds["write, 1 request"]
-print(f"{num_bytes / 1e9:.3f} GB per token, {machine.bandwidth / 1e9:.1f} GB/s: at most {ceiling:.1f} tokens/s")
-print(f"measured: {measured:.1f} tokens/s, which is {measured * num_bytes / 1e9:.1f} GB/s")
-compare("01.share", 100 * measured / ceiling, "% of the memory's speed")
+least_read, least_write = (roofline.roofline_seconds(*work(*step), machine) for step in ((1, 0, 200), (1, 200, 1)))
+print(f"at least {least_read * 1e3:.0f} ms to read 200 tokens, at least {least_write * 1e3:.0f} ms to write one")
+print(f"roofline: 200 tokens are read in the time of {least_read / least_write:.1f} written ones")
+print(f"measured: {read / write:.1f}")
 
 # %% [markdown]
-# A gap remains, and it is honest to ask where it comes from. We run the matrix products of a step alone, without the rest
-# of the model. And we count how many operators torch starts in one whole step.
+# The roofline knows only counts and two ceilings. Where the two numbers differ, reading and writing lose different shares
+# of their time. What do they lose it to? We count the operators that torch starts in one step, and then
+# run a step's matrix products alone, without the rest of the model.
+
 
 # %%
-inner = [weight for weight in llm.model.layers.parameters() if weight.dim() == 2]  # the layers' matrices
-
-
-@torch.inference_mode()
-def products_alone(tokens, outputs):
-    """Seconds of a step's matrix products: the layers' for `tokens` vectors, the head's for `outputs`."""
-    x = {width: torch.randn(tokens, width) for width in {w.shape[1] for w in inner}}
-    last = torch.randn(outputs, head.shape[1])
-
-    def products():
-        for w in inner:
-            F.linear(x[w.shape[1]], w)
-        F.linear(last, head)
-
-    return median_seconds(products, repeats=5)
-
-
 class CountOperators(TorchDispatchMode):
     calls = 0
 
@@ -348,34 +348,45 @@ with CountOperators() as counter:
     llm.step()
 llm.abort(request_id)
 small = torch.ones(1, config.hidden_size)
-each = median_seconds(lambda: [small * 2.0 for _ in range(1000)]) / 1000
+start_price = median_seconds(lambda: [small * 2.0 for _ in range(1000)]) / 1000
 print(f"operators in one step, views and copies included: {counter.calls}")
-print(f"of them matrix products: {len(inner) + 1}")
-print(f"an operator that does almost nothing takes {each * 1e6:.1f} microseconds here")
-print(f"so many of those would take {counter.calls * each * 1e3:.1f} ms")
+print(f"an operator that does almost nothing takes {start_price * 1e6:.1f} microseconds here")
+print(f"so many of those would take {counter.calls * start_price * 1e3:.1f} ms")
 print(f"a whole step for one request took {step_seconds['write, 1 request'] * 1e3:.1f} ms")
 
 # %%
+inner = [weight for weight in llm.model.layers.parameters() if weight.dim() == 2]  # the layers' matrices
+
+
+@torch.inference_mode()
+def products_alone(requests, start, tokens):
+    """Seconds of a step's matrix products: the layers' for all tokens, the output head's for one of each request."""
+    x = {width: torch.randn(requests * tokens, width) for width in {w.shape[1] for w in inner}}
+
+    def products():
+        for w in inner:
+            F.linear(x[w.shape[1]], w)
+        F.linear(x[config.hidden_size][:requests], output_head)
+
+    return median_seconds(products, repeats=3)
+
+
 shown = ["write, 1 request", "write, 8 requests", "read 128 tokens"]
-fig, ax = plt.subplots(figsize=(8.5, 2.8), layout="constrained")
+products = {name: min(products_alone(*STEPS[name]), step_seconds[name]) for name in shown}
+
+# %%
+fig, ax = plt.subplots(figsize=(8.5, 2.6), layout="constrained")
 for row, name in enumerate(shown):
-    requests, _, tokens = STEPS[name]
-    products = min(products_alone(requests * tokens, requests), step_seconds[name])
-    least = min(roofline.roofline_seconds(*work(*STEPS[name]), machine), products)
+    total, least = step_seconds[name], min(roofline.roofline_seconds(*work(*STEPS[name]), machine), products[name])
     left = 0.0
-    rest = step_seconds[name] - products
-    for seconds, color in ((least, GREEN), (products - least, ORANGE), (rest, GREY)):
-        share = seconds / step_seconds[name]
-        ax.barh(row, share, left=left, color=color, edgecolor="white", height=0.62)
-        if share > 0.06:
-            ax.text(left + share / 2, row, f"{share:.0%}", ha="center", va="center", color="white")
-        left += share
-    ax.text(1.01, row, f"{step_seconds[name] * 1e3:.0f} ms", va="center")
-for x, text, color in (
-    (0.0, "roofline's least time", GREEN),
-    (0.31, "products, above that", ORANGE),
-    (0.62, "everything else", GREY),
-):
+    for seconds, color in ((least, GREEN), (products[name] - least, ORANGE), (total - products[name], GREY)):
+        ax.barh(row, seconds / total, left=left, color=color, edgecolor="white", height=0.62)
+        if seconds / total > 0.09:
+            ax.text(left + seconds / total / 2, row, f"{seconds * 1e3:.0f} ms", color="white", **MIDDLE)
+        left += seconds / total
+    ax.text(1.01, row, f"{total * 1e3:.0f} ms", va="center")
+LEGEND = {"roofline's least time": GREEN, "products: time above the least": ORANGE, "everything else": GREY}
+for x, (text, color) in zip((0.0, 0.27, 0.71), LEGEND.items(), strict=True):
     ax.text(x, -0.72, "■ " + text, color=color, fontsize=11)
 ax.set_yticks(range(len(shown)), labels=shown)
 ax.set(xlim=(0, 1.12), ylim=(2.5, -1), xticks=[])
@@ -383,16 +394,14 @@ ax.spines[["top", "right", "bottom"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# The grey part is norms, rotations, gathers, copies, a little attention, Python: small operators, each with a price for
-# being *started*. One token cannot dilute that price, a long prompt can. It is why engines fuse operators and record whole steps as CUDA
-# graphs (stage 14). The orange part is how far the products themselves stay below the machine's best. The prediction
-# from bytes is still worth having: it is a ceiling, and nothing that reads these bytes can beat it.
+# Part of the grey is starting operators: the cell above the plot puts a figure on it. The rest grows with the tokens:
+# norms, rotations, copies, attention. Orange: with a few vectors torch's routine reaches neither ceiling.
 #
 # ## Try it on models that you cannot run
 #
 # The same functions, other configurations (from each model's `config.json` on the Hugging Face hub; the sizes that we
-# compute confirm them). Weights can be 16, 8 or 4 bits; the KV cache stays at 16. The H200's FLOP/s are the data sheet's,
-# so its compute-bound speeds are optimistic.
+# compute confirm them). Weights can be 16, 8 or 4 bits; the KV cache stays at 16. The H200's ceilings are the data
+# sheet's: real work stays below.
 
 # %%
 #                       vocabulary, hidden, intermediate, layers, heads, KV heads, head_dim
@@ -406,7 +415,10 @@ print(f"{'':<14} billion parameters   GB read per step, 16 bits")
 for name, one in MODELS.items():
     table = 0 if one.tie_word_embeddings else one.vocab_size * one.hidden_size
     weights = roofline.linear_params(one)
-    print(f"{name:<14} {(weights + table) / 1e9:18.3f} {weights * 2 / 1e9:27.2f}")
+    print(
+        f"{name:<14} {(weights + table) / 1e9:18.3f} {weights * 2 / 1e9:27.2f}"
+        + "   (embedding table not read)" * (table > 0)
+    )
 
 # %%
 MACHINES = {"mine": machine, "H200": H200}
@@ -417,29 +429,21 @@ COLOR = {"memory": BLUE, "compute": ORANGE}
 def draw_rate(ax, model, machine, batch, context, bits):
     one, place, size = MODELS[model], MACHINES[machine], bits / 8
     rates = {b: roofline.decode_tokens_per_second(one, [context] * b, size, 2, place) for b in BATCHES}
-    memory = {b: roofline.step_bytes(one, [context] * b, size, 2) / place.bandwidth for b in BATCHES}
-    bound = {b: "memory" if memory[b] * rates[b] >= 0.999999 * b else "compute" for b in BATCHES}
+    moved = {b: roofline.step_bytes(one, [context] * b, size, 2) for b in BATCHES}
+    bound = {b: "memory" if moved[b] / place.bandwidth * rates[b] > 0.999999 * b else "compute" for b in BATCHES}
     ax.plot(BATCHES, [rates[1] * b for b in BATCHES], "--", color=GREY, linewidth=1)
     ax.plot(BATCHES, list(rates.values()), color="#555555", linewidth=1)
     for b in BATCHES:
         ax.plot(b, rates[b], "o", color=COLOR[bound[b]], markersize=12 if b == batch else 5)
-    moved = roofline.step_bytes(one, [context] * batch, size, 2)
-    weights = roofline.step_bytes(one, [], size, 2)
-    lines = [
-        f"{rates[batch]:,.1f} tokens/s in all, {rates[batch] / batch:,.1f} for each request",
-        f"reads {moved / 1e9:,.2f} GB: {weights / moved:.0%} weights, {1 - weights / moved:.0%} KV cache",
-    ]
-    place_of = {"transform": ax.transAxes, "va": "top"}
-    ax.text(0.02, 0.98, f"{bound[batch]}-bound", weight="bold", color=COLOR[bound[batch]], **place_of)
-    ax.text(0.02, 0.87, "\n".join(lines), **place_of)
+    weights = roofline.step_bytes(one, [], size, 2) / moved[batch]
+    lines = f"{rates[batch]:,.1f} tokens/s in all, {rates[batch] / batch:,.1f} for each request\n"
+    lines += f"reads {moved[batch] / 1e9:,.2f} GB: {weights:.0%} weights, {1 - weights:.0%} KV cache"
+    corner = {"transform": ax.transAxes, "va": "top"}
+    ax.text(0.02, 0.98, f"{bound[batch]}-bound", weight="bold", color=COLOR[bound[batch]], **corner)
+    ax.text(0.02, 0.87, lines, **corner)
     ax.text(90, rates[1] * 150, "if every request came for free", color="#555555", ha="right", fontsize=9)
-    ax.set(
-        xscale="log",
-        yscale="log",
-        ylim=(rates[1] / 2, rates[1] * 8000),
-        xlabel="requests in the step",
-        ylabel="tokens/s at most",
-    )
+    ax.set(xscale="log", yscale="log", ylim=(rates[1] / 2, rates[1] * 8000))
+    ax.set(xlabel="requests in the step", ylabel="tokens/s at most")
     ax.set_xticks(BATCHES, labels=BATCHES)
     ax.minorticks_off()
     ax.spines[["top", "right"]].set_visible(False)
@@ -456,7 +460,7 @@ slider_plot(
     stills=[
         {"model": "SmolLM2-135M", "machine": "mine", "batch": 8, "context": 128, "bits": 16},
         {"model": "Llama-3.1-8B", "machine": "H200", "batch": 64, "context": 128, "bits": 16},
-        {"model": "Llama-3.1-8B", "machine": "H200", "batch": 64, "context": 16384, "bits": 16},
+        {"model": "Llama-3.1-8B", "machine": "H200", "batch": 16, "context": 16384, "bits": 4},
     ],
     size=(8.0, 3.0),
 )
@@ -468,12 +472,14 @@ slider_plot(
 # 2. With long contexts they leave it early and *stay blue*. The weights are shared; each KV cache is private.
 # 3. Fewer weight bits lift the left end a lot, and the orange part not at all.
 #
-# (Whether it fits in memory is another question: stage 02.)
+# (The first picture has 16-bit weights and a 16-bit cache. Our engine ran with 32 bits, so what it measured is at most
+# about half of that. And the sliders do not ask whether it fits: an H200 has 141 GB. Stage 02 does.)
 
 # %% [markdown]
 # ## The engine knows no phases
 #
-# "Prefill" and "decode" are our words. The engine has one number for each request:
+# "Prefill" and "decode" are our words. The engine has one number for each request (`draft` holds tokens that stage 09
+# guesses ahead; here it is empty):
 
 # %%
 show_source(Request.need.fget)
@@ -483,7 +489,13 @@ show_source(Request.need.fget)
 # tokens. The budget is 16 tokens a step.
 
 # %%
-engine = LLM.from_parts(config, llm.model, llm.tokenizer, max_num_batched_tokens=16, num_kv_blocks=16)
+engine = LLM.from_parts(
+    config,
+    llm.model,
+    llm.tokenizer,
+    max_num_batched_tokens=16,  # the budget
+    num_kv_blocks=16,  # how big the KV cache is: enough for this (stage 04)
+)
 params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 live = {}
 print("step   A needs  gets   B needs  gets")
@@ -505,13 +517,12 @@ for name in live:
 #
 # ## What beginners get wrong
 #
-# * **"200 tokens cost 200 times as much as one."** In FLOPs, nearly. In time, only above the ridge.
 # * **"Decode is memory-bound."** With few requests. Enough of them make the *matrices* compute-bound; attention over
 #   private KV caches stays memory-bound, whatever the batch.
 # * **"More TFLOP/s, faster chat."** One user's speed follows bandwidth. And check the sheet's footnote: figures "with
 #   sparsity" are twice what dense weights can get.
 # * **Counting a multiply-add as one FLOP.** Sheets count two.
-# * **"Grouped-query attention saves arithmetic."** It saves KV bytes. Every query head still computes its own scores.
+# * **"Heads that share keys and values save arithmetic."** They save KV bytes. Every head still computes its own scores.
 #
 # ## Elsewhere this is called ...
 #
@@ -521,8 +532,6 @@ for name in live:
 # | write | decode | decode (`ForwardMode.DECODE`) | text generation, `tg` |
 # | both in one step | always possible (V1) | `ForwardMode.MIXED` | one `llama_batch` |
 # | `Request.need` | `num_tokens_with_spec - num_computed_tokens` | `extend_input_len` | tokens added to the batch |
-#
-# vLLM's scheduler says in a comment of its own that it has neither a prefill nor a decoding phase.
 
 # %% [markdown]
 # ## Three quick questions
@@ -530,12 +539,12 @@ for name in live:
 # %%
 quiz(
     "A prompt of 500 tokens is compute-bound on your machine. A prompt of 1,000 tokens takes ...",
-    ["about as long: the weights are read once either way", "about twice as long", "about half as long per step"],
+    ["about as long: the weights are read once either way", "about twice as long", "about four times as long"],
     1,
     [
         "True below the ridge. Above it, the weights have long arrived; the multiplications set the pace.",
         "Twice the FLOPs at the same FLOP/s, and a little more for attention.",
-        "Nothing gets cheaper than the ceiling: twice the FLOPs cannot take less time.",
+        "Attention's part does grow with the square. At these lengths the matrices do most of the arithmetic.",
     ],
 )
 
@@ -553,17 +562,17 @@ quiz(
 
 # %%
 quiz(
-    "Llama-3.1-8B, H200, 64 requests with 16,000 tokens each. You double the batch. The total tokens/s ...",
+    "Llama-3.1-8B in 4 bits, H200, 16 requests with 16,384 tokens each. Now 32 such requests. The total tokens/s ...",
     [
         "nearly doubles: the weights are shared",
         "doubles until compute is the limit",
-        "hardly changes: the step mostly reads KV caches",
+        "rises by a few percent: the step mostly reads KV caches",
     ],
     2,
     [
         "The third picture above: weights are the small part of the bytes here.",
         "The dots stay blue at this context: compute is never reached.",
-        "Twice the requests read twice the KV, so the step takes nearly twice as long.",
+        "Twice the requests read twice the KV, so the step takes nearly twice as long. Only the weights are shared.",
     ],
 )
 

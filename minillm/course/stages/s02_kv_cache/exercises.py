@@ -37,6 +37,10 @@ def keys_only(num_layers, num_kv_heads, head_dim, dtype_bytes=2):
     return num_layers * num_kv_heads * head_dim * dtype_bytes
 
 
+def queries_too(num_layers, num_kv_heads, head_dim, dtype_bytes=2):
+    return 3 * num_layers * num_kv_heads * head_dim * dtype_bytes
+
+
 def dtype_twice(num_layers, num_kv_heads, head_dim, dtype_bytes=2):
     return 2 * num_layers * num_kv_heads * head_dim * 2 * dtype_bytes
 
@@ -153,6 +157,18 @@ def slots_ignored(cache, new, slots):
     cache[: len(new)] = new.to(cache.dtype)
 
 
+def first_row(cache, new, slots):
+    cache[slots] = new[0].to(cache.dtype) if len(new) else new
+
+
+def new_by_slot(cache, new, slots):
+    cache[slots] = new[slots].to(cache.dtype)
+
+
+def cast_the_cache(cache, new, slots):
+    cache.to(new.dtype)[slots] = new
+
+
 def slots_as_start(cache, new, slots):
     if len(slots):
         cache[slots[0] : slots[0] + len(new)] = new.to(cache.dtype)
@@ -247,7 +263,8 @@ def check_causal_mask(t, causal_mask):
     for num_queries, context_len, window in ((3, 11, 5), (6, 7, 2), (5, 13, 13)):
         case(num_queries, context_len)
         case(num_queries, context_len, window)
-    case(2, 3000, note="2 queries, 3000 keys: no 3000 x 3000 mask on the way", max_elements=4 * 2 * 3000)
+    case(2, 5000, note="no window, 5000 keys: all before a query are visible, and no 5000 x 5000 mask on the way",
+         max_elements=4 * 2 * 5000)  # fmt: skip
 
 
 def square(num_queries, context_len, window=None):
@@ -282,6 +299,38 @@ def window_minus_one(num_queries, context_len, window=None):
 
 def no_window(num_queries, context_len, window=None):
     return torch.ones(num_queries, context_len).tril(context_len - num_queries).bool()
+
+
+def default_window(num_queries, context_len, window=None):
+    return mask_variant(num_queries, context_len, window or 4096)
+
+
+def centred(num_queries, context_len, window=None):
+    distance = torch.arange(context_len - num_queries, context_len)[:, None] - torch.arange(context_len)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance.abs() <= window // 2)
+
+
+def window_from_end(num_queries, context_len, window=None):
+    return no_window(num_queries, context_len) & (torch.arange(context_len) >= context_len - (window or context_len))
+
+
+def one_sees_all(num_queries, context_len, window=None):
+    if num_queries == 1:
+        return torch.ones(1, context_len, dtype=torch.bool)
+    return mask_variant(num_queries, context_len, window)
+
+
+def either(num_queries, context_len, window=None):
+    distance = torch.arange(context_len - num_queries, context_len)[:, None] - torch.arange(context_len)
+    return (distance >= 0) if window is None else (distance >= 0) | (distance < window)
+
+
+def zeros_and_ones(num_queries, context_len, window=None):
+    return mask_variant(num_queries, context_len, window).float()
+
+
+def transposed(num_queries, context_len, window=None):
+    return mask_variant(num_queries, context_len, window).T
 
 
 def inverted(num_queries, context_len, window=None):
@@ -363,6 +412,7 @@ CLAIM_NOTES = {
 
 
 def check_verdicts(t, verdicts):
+    t.true(isinstance(verdicts, dict), "verdicts is a dict, with the keys A to K as they stood", got=type(verdicts))
     missing = sorted(VERDICTS.keys() - verdicts.keys())
     t.true(not missing, "verdicts has the keys A to K", got=f"{', '.join(missing)} missing" if missing else None)
     given = {key: str(verdicts.get(key, "")).strip().lower() for key in VERDICTS}
@@ -370,6 +420,8 @@ def check_verdicts(t, verdicts):
     t.true(not odd, 'each verdict is "right", "wrong" or "depends"', got={key: given[key] for key in odd} or None)
     for key, want in VERDICTS.items():
         t.equal(given[key], want, f"verdict on claim {key}", note=CLAIM_NOTES[key], hide=True)
+        if t.failure:
+            return  # the claims are independent: what is wrong further down says nothing about this one
 
 
 def believed(**changes):
@@ -394,6 +446,7 @@ NUMBERS = {
 
 
 def check_numbers(t, numbers):
+    t.true(isinstance(numbers, dict), "numbers is a dict, with its keys as they stood", got=type(numbers))
     missing = sorted(NUMBERS.keys() - numbers.keys())
     t.true(not missing, "numbers has all its keys, as they stood", got=f"{missing[0]!r} missing" if missing else None)
     for key, want in NUMBERS.items():
@@ -402,6 +455,8 @@ def check_numbers(t, numbers):
             got = int(got)  # 524288.0 is as good
         note = "rounded to three digits or better" if isinstance(want, float) else "exactly, as a whole number"
         t.equal(got, want, f"numbers[{key!r}]", tol=0.004 if isinstance(want, float) else None, note=note, hide=True)
+        if t.failure:
+            return  # the claims are independent: what is wrong further down says nothing about this one
 
 
 def instead(**changes):
@@ -476,13 +531,19 @@ EXERCISES = [
                 "keys_only",
                 keys_only,
                 "Half is missing: each layer keeps a key *and* a value.",
-                "KV calculators in the wild; course review TrenTorch #192",
+                "a common slip",
+            ),
+            Mutant(
+                "queries_too",
+                queries_too,
+                "You count three tensors. Queries are not kept, only keys and values.",
+                "a common slip",
             ),
             Mutant(
                 "dtype_twice",
                 dtype_twice,
                 "The bytes of a number are counted twice: a fixed 2 for fp16, and dtype_bytes as well.",
-                "RB estimator",
+                "a common slip",
             ),
             Mutant(
                 "dtype_ignored",
@@ -501,9 +562,9 @@ EXERCISES = [
                 "heads_twice",
                 heads_twice,
                 "The heads are in it twice: head_dim is already per head.",
-                "jranaraki/vllm-fit issue 2",
+                "jranaraki/vllm-fit#2",
             ),
-            Mutant("in_bits", in_bits, "You divide by 8, but dtype_bytes is in bytes already.", "RB estimator"),
+            Mutant("in_bits", in_bits, "You divide by 8, but dtype_bytes is in bytes already.", "a common slip"),
             Mutant(
                 "in_kib", in_kib, "Right, but in KiB and as a float. The engine wants whole bytes.", "GB against GiB"
             ),
@@ -532,7 +593,7 @@ EXERCISES = [
             Put the keys (or values) of `T` new tokens into the cache, **in place**. `cache` is `[num_slots,
             num_kv_heads, head_dim]`, `new` is `[T, num_kv_heads, head_dim]`, `slots` is `[T]`. Row `t` of `new` goes
             to row `slots[t]` of `cache`. All other rows stay. The two may have different dtypes: the cache keeps its
-            own. No slot occurs twice.
+            own. No slot occurs twice. T may be 0.
 
             Worked example: a cache of 4 empty slots, `new = [[[1, 2]], [[3, 4]]]`, `slots = [2, 0]`. Afterwards slot
             0 holds `[[3, 4]]`, slot 2 holds `[[1, 2]]`, slots 1 and 3 are still zero.
@@ -563,7 +624,7 @@ EXERCISES = [
                 "silent_copy",
                 silent_copy,
                 "cache[slots], indexed by a tensor, is a copy: you filled it and threw it away. Assign to it instead.",
-                "reference notes on engines, item 10: an offloading cache in a well-known library",
+                "a common slip",
             ),
             Mutant(
                 "new_tensor",
@@ -582,6 +643,18 @@ EXERCISES = [
                 slots_ignored,
                 "You write to the first rows, whatever slots says.",
                 "single-request caches",
+            ),
+            Mutant(
+                "first_row",
+                first_row,
+                "Every slot gets row 0 of new. Row t belongs into slots[t].",
+                "new[0] left over from a cache for one token",
+            ),
+            Mutant(
+                "new_by_slot",
+                new_by_slot,
+                "slots are rows of the *cache*. new has rows 0 to T - 1, in order: do not index it with slots.",
+                "a common slip",
             ),
             Mutant(
                 "slots_as_start",
@@ -611,7 +684,13 @@ EXERCISES = [
                 "no_cast",
                 no_cast,
                 "The dtypes differ: bring new to the dtype of the cache first.",
-                "huggingface/candle pull request 3743: the same slip with masks",
+                "huggingface/candle#3743 (the same slip with masks)",
+            ),
+            Mutant(
+                "cast_the_cache",
+                cast_the_cache,
+                "cache.to(...) with another dtype is a copy: you filled that one. Bring new to the dtype of the cache.",
+                "a common slip",
             ),
             Mutant(
                 "whole_copy",
@@ -638,7 +717,7 @@ EXERCISES = [
             `num_queries` new tokens are the **last** of `context_len` tokens; the rest is in the cache. Say which
             keys each query may see: a bool tensor `[num_queries, context_len]`, True where it may. A query sees the
             keys up to and including its own position. With a `window` it sees only the last `window` of those, its
-            own included.
+            own included. `num_queries` may be 0: then the shape is `[0, context_len]`.
 
             Worked example: 2 new tokens, 5 in all. They stand at positions 3 and 4.
 
@@ -650,12 +729,13 @@ EXERCISES = [
             entries.
         """,
         hints=(
-            "Write down the absolute position of each query and each key. When may position p see position k?",
-            "Two `torch.arange`s: the queries as a column (`[:, None]`), the keys as a row. Comparing them "
-            "broadcasts to the rectangle.",
-            "The query positions run from `context_len - num_queries` up to `context_len - 1`. One comparison (key "
-            "against query) gives the causal part. The window adds a second one, joined with `&`: the distance from "
-            "key to query is smaller than the window.",
+            "Draw `causal_mask(3, 8)` on paper. At which position does each of the three queries stand? When may position "
+            "p see position k?",
+            "The keys stand at 0 to `context_len - 1`, the queries at the last `num_queries` of these. Both rules are about "
+            "two positions: one asks which is later, the other how far apart they are.",
+            "Two `torch.arange`s: the query positions as a column (`[:, None]`), the key positions as a row. One comparison "
+            "broadcasts to the rectangle. With a window, a second one (is query minus key smaller than the window?) is "
+            "joined to it with `&`.",
         ),
         explanation="""
             Everything follows from absolute positions. Query i stands at `context_len - num_queries + i`. It sees key
@@ -676,13 +756,13 @@ EXERCISES = [
                 "square",
                 square,
                 "Your mask is a square. Queries see the cached keys too: it needs context_len columns.",
-                "meta-llama/llama issue 899",
+                "meta-llama/llama#899",
             ),
             Mutant(
                 "from_zero",
                 from_zero,
                 "Your queries begin at position 0. They are the *last* tokens: shift the diagonal by what is cached.",
-                "gittensor-ai-lab/sparkinfer issue 3, hyprstream pull request 1521",
+                "gittensor-ai-lab/sparkinfer#3, hyprstream/hyprstream#1521, pytorch/executorch#21749",
             ),
             Mutant("strict", strict, "A token does not see itself in your mask: < instead of <=.", "a common slip"),
             Mutant(
@@ -695,15 +775,57 @@ EXERCISES = [
                 "window_plus_self",
                 window_plus_self,
                 "The window is one too wide: the query's own key counts as one of the window.",
-                "mlx-lm pull request 390",
+                "ml-explore/mlx-lm#390",
             ),
             Mutant(
                 "window_minus_one",
                 window_minus_one,
                 "The window is one too narrow: `window` keys, its own included.",
-                "huggingface/transformers issue 37574",
+                "huggingface/transformers#37574",
             ),
             Mutant("no_window", no_window, "The window is not used.", "models run without their sliding window"),
+            Mutant(
+                "default_window",
+                default_window,
+                "window=None means no window, however long the text. You put a number in its place.",
+                "`window or 4096`, after Mistral's default",
+            ),
+            Mutant(
+                "centred",
+                centred,
+                "Your window lies around the query, and its later half is hidden. All `window` keys end at the query.",
+                "window_size // 2, as in encoders with local attention",
+            ),
+            Mutant(
+                "window_from_end",
+                window_from_end,
+                "Your window ends at the last token for all queries. Each query's window ends at its own position.",
+                "a common slip: right for one query, wrong for several",
+            ),
+            Mutant(
+                "one_sees_all",
+                one_sees_all,
+                "A single query sees everything only if there is no window.",
+                "the usual short cut for one new token",
+            ),
+            Mutant(
+                "either",
+                either,
+                "Both conditions must hold, not early *or* near: & instead of |.",
+                "a common slip",
+            ),
+            Mutant(
+                "zeros_and_ones",
+                zeros_and_ones,
+                "The values are right, but as 0.0 and 1.0. Asked for is a bool tensor: a comparison gives one.",
+                "torch.ones(...).tril() without a dtype",
+            ),
+            Mutant(
+                "transposed",
+                transposed,
+                "Rows and columns are swapped: queries are rows, keys are columns.",
+                "a common slip",
+            ),
             Mutant(
                 "inverted",
                 inverted,
@@ -740,6 +862,7 @@ EXERCISES = [
             Here are eleven things that posts about LLM inference say (in our words). Which are `"right"`, which are
             `"wrong"`, and which are true for some models or settings only, without saying so: `"depends"`? Compute
             before you judge. "GB" and "GiB" differ by 7 % and are mixed up everywhere: that alone makes nothing wrong.
+            Ignore how long a context the model was trained for (D, E).
 
             | | the post says |
             |---|---|
@@ -782,7 +905,7 @@ EXERCISES = [
               for 4,096 tokens. Another post has it right in D: two sources that disagree are a gift.
             - **C, D right.** 512 KiB; 2 GiB; 16 GiB = 17.2 GB against 13.5 GB of weights (in GiB and loosely, but
               right).
-            - **E wrong.** 17.2 GB. 40 GB need about 76,000 tokens, or more than two such conversations at once.
+            - **E wrong.** 17.2 GB; even with the weights it is 30.7 GB. A cache of 40 GB needs about 76,000 tokens.
             - **F, G wrong.** 8 KV heads, not 64: 2.6 GB. "Over 20 GB" is what the 64 query heads would give. The
               weights are 141 GB in fp16 and 35 GB at 4 bits. The cache of one conversation passes them at about
               430,000 and 108,000 tokens.
@@ -814,7 +937,7 @@ EXERCISES = [
             Mutant(
                 "doubted_C",
                 believed(C="wrong"),
-                "Claim C: you lose the keys or the values. 2 x 32 x 32 x 128 x 2.",
+                "Claim C: 2 x 32 x 32 x 128 x 2. Did you drop the 2, or stumble over KB and KiB?",
                 "the factor 2 lost",
             ),
             Mutant(
@@ -839,7 +962,7 @@ EXERCISES = [
                 "believed_F",
                 believed(F="right"),
                 "Claim F counts the 64 query heads. The cache holds the 8 KV heads.",
-                "a post; vllm-fit issue 2",
+                "a post; jranaraki/vllm-fit#2",
             ),
             Mutant(
                 "perhaps_F",
@@ -953,7 +1076,7 @@ verdicts = {
             | B | the same for all layers, in GiB |
             | C | bytes per token of LLaMA-7B |
             | D | LLaMA-7B: cache of 32,768 tokens divided by the weights |
-            | E | LLaMA-7B: how many whole tokens fit in 40 GB |
+            | E | LLaMA-7B: how many whole tokens fit in 40 GB kept for the cache alone |
             | F | Llama-3-70B: the cache of 8,000 tokens, in GB |
             | G | Llama-3-70B: the smallest number of tokens whose cache is larger than the weights |
             | H | bytes per token of Llama-2-13B |
@@ -1004,6 +1127,7 @@ verdicts = {
             Mutant(
                 "in_gb", instead(B=1.073741824), "B is in GiB (2^30 bytes). Yours is in GB (10^9).", "GB against GiB"
             ),
+            Mutant("b_in_bytes", instead(B=2**30), "B: right, but in bytes. Divide by 2^30.", "units"),
             Mutant("in_kib", instead(C=512, H=800), "C: in bytes, please. 512 is KiB.", "units"),
             Mutant(
                 "fp32_weights",
@@ -1026,10 +1150,16 @@ verdicts = {
             Mutant("gib_40", instead(E=81_920), "E: 40 GB are 40 x 10^9 bytes. You took 40 GiB.", "GB against GiB"),
             Mutant("rounded_up", instead(E=76_294), "E: the last one does not fit whole. Round down.", "rounding"),
             Mutant(
+                "not_floored",
+                instead(E=40e9 / 524_288),
+                "E: whole tokens, as an int. Round down, with `//` or kv.max_tokens_in.",
+                "rounding",
+            ),
+            Mutant(
                 "query_heads",
                 instead(F=20.97152, G=53_829),
                 "F: you counted the 64 query heads. The cache holds 8 KV heads.",
-                "the post's own mistake; jranaraki/vllm-fit issue 2",
+                "a post; jranaraki/vllm-fit#2",
             ),
             Mutant(
                 "f_in_gib",
@@ -1042,6 +1172,18 @@ verdicts = {
                 instead(G=430_625),
                 "G: at that many tokens the cache is still a little smaller. One more.",
                 "rounding",
+            ),
+            Mutant(
+                "g_weights_as_bytes",
+                instead(G=215_314),
+                "G: 70.6 billion is the *number* of weights. In fp16 each takes 2 bytes.",
+                "parameters taken for bytes",
+            ),
+            Mutant(
+                "g_query_heads",
+                instead(G=53_829),
+                "G: that is with the 64 query heads. Take the 8 KV heads, as in F.",
+                "a post; jranaraki/vllm-fit#2",
             ),
             Mutant(
                 "four_bit",
@@ -1061,7 +1203,12 @@ verdicts = {
                 "I: one KV head instead of 32. The 1/16 of the post is another model's.",
                 "a post",
             ),
+            Mutant("i_inverse", instead(I=32), "I: MQA divided by MHA, not the other way round.", "a common slip"),
+            Mutant(
+                "j_saved", instead(J=0.875), "J: that is the share saved. Asked for is what is left.", "a common slip"
+            ),
             Mutant("j_inverse", instead(J=8.0), "J: the share that is left, not the factor saved.", "a common slip"),
+            Mutant("k_fraction", instead(K=0.6875), "K: in percent, so 100 times that.", "units"),
             Mutant(
                 "no_scales",
                 instead(K=75.0),

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 02 The KV cache
 #
-# **Does the 200th token of an answer cost as much work as the first 199 together?** It can. Whether it does depends on
-# one array. This lesson builds that array, proves that it changes nothing but the time, and works out its price.
+# **Can one token of an answer cost as much work as a whole answer of 200?** Without memory, yes. The memory is one array.
+# This lesson builds it, proves that it changes nothing but the time, and works out its price.
 #
 # **Afterwards you can** turn recomputation into a cache, say how many bytes it takes for any model, and catch wrong
 # numbers in blog posts.
@@ -11,7 +11,6 @@
 
 # %%
 import itertools
-import statistics
 import time
 from dataclasses import replace
 
@@ -65,32 +64,39 @@ print(f"{sum(passes)} tokens went through all {llm.config.num_layers} layers, to
 
 # %%
 n = 200
-alone, with_memory = n - 1, len(range(1, n))
-print(f"without memory, token {n} alone:             {alone} token passes")
-print(f"with perfect memory, tokens 2 to {n} together: {with_memory} token passes (each token passes once)")
-print(f"without memory, tokens 2 to {n} together:    {sum(range(1, n))} token passes")
+with_memory = len(range(1, n))  # each token passes once; the last one need not
+print(f"without memory, token {n} alone:        {n - 1:>6,} token passes")
+print(f"with memory,    tokens 2 to {n} together: {with_memory:>4,} token passes")
+print(f"without memory, tokens 2 to {n} together: {sum(range(1, n)):>4,} token passes")
 
 # %% [markdown]
-# So the answer to the opening question is yes. Without memory, token 200 alone costs as many passes as the whole text costs with
-# memory.
+# Without memory, token 200 alone makes as many passes as all 200 tokens make with memory: 199. Written out in full, it is
+# 19,900 against 199.
 #
 # ### Predict first
 # Three guesses. Put a number in place of `None`; a wild one is fine. The measurements come later.
 
 # %%
-# At 256 tokens of text: how many times longer does the next token take without memory than with it, on this machine?
-predict("02.slower", None, "times")
-# SmolLM2 has 30 layers and 3 KV heads of 64 numbers, in float32. What does the memory of ONE token take?
-predict("02.token", None, "KiB")
-# Llama 3.1 8B in fp16, one conversation: after how many tokens is the memory bigger than the model's weights?
-predict("02.crossover", None, "thousand tokens")
+question = (
+    "After 256 tokens: how many times longer does the next token take without memory than with it, on this machine?"
+)
+predict("02.slower", None, "times", question)
+question = (
+    "SmolLM2 has 30 layers and 3 KV heads of 64 numbers, in float32. How many KiB does the memory of ONE token take?"
+)
+predict("02.token", None, "KiB", question)
+question = (
+    "Llama 3.1 8B in fp16, one conversation: after how many thousand tokens is the memory bigger than the weights?"
+)
+predict("02.crossover", None, "thousand tokens", question)
 
 # %% [markdown]
 # ## What exactly is computed twice?
 #
 # Attention makes three vectors of each token, in each layer: a *query* (what am I looking for?), a *key* (what do I offer?)
 # and a *value* (what do I hand over?). Take a tiny random model with two layers. Run it on 5 tokens, then on 9 tokens that
-# begin with the same 5. Look at the key of position 3 both times.
+# begin with the same 5. Look at the key of position 3 both times. (Skip the body of `keys_of`; it only runs the model and
+# returns its keys.)
 
 # %%
 config = ModelConfig("llama", vocab_size=96, hidden_size=48, intermediate_size=80, num_layers=2,
@@ -105,6 +111,7 @@ def keys_of(tokens, causal=True):
     store = kv.KVCache(config, num_blocks=1, block_size=count, dtype=torch.float32, device="cpu")
     groups = attention.make_groups([count], [count], [[0]], count, tiny.windows, torch.float32, "cpu")
     if not causal:
+        # the float mask that is added to scores: 0 = visible, -inf = hidden
         groups[0].masks[None].zero_()  # nothing is hidden: every token sees every other
     with torch.inference_mode():
         tiny(Batch(torch.tensor(tokens), place, place, groups, place), store)
@@ -181,7 +188,8 @@ for t in range(len(x)):
 # ## The engine's version
 #
 # The engine's cache is the same idea for all layers, and for many requests at once. For each layer it is one flat array of
-# **slots**. A slot holds one token's keys, or values, for all KV heads.
+# **slots**. A slot holds one token's keys, or values, for all KV heads. A *block* is 16 neighbouring slots. Ignore blocks and
+# `copy_block` until stage 04.
 
 # %%
 show_source(kv.KVCache)
@@ -227,23 +235,22 @@ print(f"token passes: {sum(passes)} without the cache, {fast_passes} with it")
 # %% [markdown]
 # ## The time
 #
-# At several lengths: how long does *the next token* take? Without the cache, we time a run on the whole text. With it, we let
-# the engine go on for a few tokens and take the gaps between them. Medians, because laptops are noisy.
+# At several lengths: how long does *the next token* take? One run tells both. Until the first token comes, the whole text is
+# computed, as it is for every token without the cache. The tokens after it use the cache. We go round three times and keep the
+# fastest: what is slower was disturbed by other programs.
 
 # %%
 lengths = [16, 64, 128, 192, 256]
 filler = (prompt * 100)[: max(lengths)]
-without, with_cache = [], []
-llm.generate(filler[:64], greedy(2))  # warm up
-for length in lengths:
-    times = []
-    for _ in range(3):
+llm.generate(filler, greedy(2))  # warm up
+recomputed, cached = {n: [] for n in lengths}, {n: [] for n in lengths}
+for _ in range(3):
+    for n in lengths:
         start = time.perf_counter()
-        llm.generate(filler[:length], greedy(1))
-        times.append(time.perf_counter() - start)
-    without.append(statistics.median(times))
-    stamps = llm.generate(filler[:length], greedy(6))[0].metrics.token_times
-    with_cache.append(statistics.median(b - a for a, b in itertools.pairwise(stamps)))
+        stamps = llm.generate(filler[:n], greedy(9))[0].metrics.token_times
+        recomputed[n].append(stamps[0] - start)
+        cached[n] += [b - a for a, b in itertools.pairwise(stamps)]
+without, with_cache = [min(recomputed[n]) for n in lengths], [min(cached[n]) for n in lengths]
 
 print(f"{'tokens so far':>13}{'recompute':>12}{'with cache':>12}   (milliseconds for one more token)")
 for length, a, b in zip(lengths, without, with_cache, strict=True):
@@ -262,7 +269,7 @@ ax.grid(axis="y", alpha=0.3)
 plt.show()
 
 # %%
-compare("02.slower", without[-1] / with_cache[-1], "times")
+compare("02.slower", round(without[-1] / with_cache[-1], 1), "times")
 
 machine = roofline.measure_machine(dtype=torch.float32)
 size, length = llm.config, lengths[-1]
@@ -276,8 +283,11 @@ in_cache = length * llm.cache.bytes_per_token
 print(f"read for that one token: {moved / 1e6:.0f} MB, of which {in_cache / 1e6:.0f} MB are the cache")
 
 # %% [markdown]
-# One line climbs with the text. The other hardly moves: nearly all bytes it reads are weights, as in stage 01, and they are as many
-# for each token. It is not flat for ever. The whole cache is read for each token, so its share grows with the text.
+# You expected 256? The passes fell 256-fold, the time did not. 256 tokens in one pass share *one* reading of the weights, so
+# arithmetic is the limit. One token reads all weights for itself, so memory is the limit (stage 01).
+#
+# That is also why one line climbs and the other hardly moves: the weights are as many for each token. It is not flat for ever.
+# The whole cache is read for each token, so its share grows with the text.
 #
 # (Busy machine? Then the shares jump about. Above 100 % means that the ceiling was measured in a worse moment than the run.)
 #
@@ -291,61 +301,42 @@ print(f"keys of one layer: {list(keys.shape)} [slots, KV heads, head_dim], {keys
 per_token = llm.cache.data.nbytes // keys.shape[0]
 print(f"the whole cache: {llm.cache.data.nbytes} bytes / {len(keys)} slots = {per_token} bytes per token")
 print(f"kv.kv_bytes_per_token(30, 3, 64, 4) = {kv.kv_bytes_per_token(30, 3, 64, 4)}")
-letters, held = len(llm.tokenizer.decode(prompt + slow_tokens)), (len(prompt) + len(slow_tokens)) * per_token
-print(f"our {letters} letters about a lighthouse: {held / 2**20:.2f} MiB of cache")
+held = (
+    len(prompt) + len(slow_tokens) - 1
+)  # the newest token has not passed through the model: it is not in the cache yet
+print(f"our sentence about a lighthouse, {held} tokens in the cache: {held * per_token / 2**20:.2f} MiB")
 compare("02.token", per_token / 1024, "KiB")
 
 # %% [markdown]
-# Tens of kilobytes for one token, which is a short word. `kv_bytes_per_token` is yours to write in the exercises; it
-# needs only four numbers from a model's configuration. So we can size models that would never fit here. The shapes are those of
-# the models' public `config.json` files; weights and cache both count 2 bytes a number (fp16 or bf16).
+# Tens of kilobytes for one token, which is a short word. `kv_bytes_per_token` is yours to write in the exercises. It needs only
+# four numbers, so we can size models that would never fit here. Their shapes come from their public `config.json` files; weights
+# and cache both count 2 bytes a number (fp16 or bf16).
 
 # %%
-qwen3 = {"qk_norm": True, "tie_word_embeddings": True}
-MODELS = {  # vocabulary, hidden size, MLP size, layers, heads, KV heads, head_dim, longest context
-    "SmolLM2-135M": llm.config,
-    "Qwen3-0.6B": ModelConfig("qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, 40_960, **qwen3),
-    "Llama-2-7B": ModelConfig("llama", 32_000, 4096, 11_008, 32, 32, 32, 128, 4_096),
-    "Llama-3.1-8B": ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072),
-    "Llama-3.1-70B": ModelConfig("llama", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072),
+MODELS = {  # layers, query heads, KV heads, head_dim, number of weights, longest context
+    "SmolLM2-135M": (30, 9, 3, 64, 134_515_008, 8_192),
+    "Qwen3-0.6B": (28, 16, 8, 128, 596_049_920, 40_960),
+    "Llama-2-7B": (32, 32, 32, 128, 6_738_415_616, 4_096),
+    "Llama-3.1-8B": (32, 32, 8, 128, 8_030_261_248, 131_072),
+    "Llama-3.1-70B": (80, 64, 8, 128, 70_553_706_496, 131_072),
 }
-
-
-def kv_bytes(config, bits=16):
-    return kv.kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, 2) * bits // 16
-
-
-def weight_bytes(config):
-    """fp16 weights: matrices, head, an input embedding of its own unless tied, norms."""
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim * config.qk_norm
-    return 2 * (roofline.linear_params(config) + embedding + norms)
-
-
-def crossover(config):
-    """The first number of tokens whose cache is larger than the weights."""
-    return weight_bytes(config) // kv_bytes(config) + 1
-
-
+token_bytes, weight_bytes, crossover = {}, {}, {}
 print("                       query     KV  KV bytes                  cache passes  the model's")
 print("model          layers  heads  heads  per token      weights     weights at    own limit")
-for name, c in MODELS.items():
-    heads = f"{c.num_layers:>6}{c.num_heads:>7}{c.num_kv_heads:>7}"
-    sizes = f"{kv_bytes(c) / 1024:>7.1f} KiB{weight_bytes(c) / 1e9:>9.2f} GB"
-    print(f"{name:<15}{heads}{sizes}{crossover(c):>15,}{c.max_position_embeddings:>13,}")
-compare("02.crossover", crossover(MODELS["Llama-3.1-8B"]) / 1000, "thousand tokens")
+for name, (layers, heads, kv_heads, head_dim, weights, limit) in MODELS.items():
+    token_bytes[name], weight_bytes[name] = kv.kv_bytes_per_token(layers, kv_heads, head_dim, 2), 2 * weights
+    crossover[name] = weight_bytes[name] // token_bytes[name] + 1  # the first number of tokens whose cache is larger
+    sizes = f"{token_bytes[name] / 1024:>7.1f} KiB{weight_bytes[name] / 1e9:>9.2f} GB"
+    print(f"{name:<15}{layers:>6}{heads:>7}{kv_heads:>7}{sizes}{crossover[name]:>15,}{limit:>13,}")
+compare("02.crossover", round(crossover["Llama-3.1-8B"] / 1000, 1), "thousand tokens")
 
-
-# %%
-def times(a, b):
-    weights, cache = weight_bytes(MODELS[a]) / weight_bytes(MODELS[b]), kv_bytes(MODELS[a]) / kv_bytes(MODELS[b])
-    print(f"{a} against {b}: {weights:.2f} times the weights, {cache:.2f} times the cache")
-
-
-times("Qwen3-0.6B", "Llama-3.1-8B")
-times("Llama-2-7B", "Llama-3.1-70B")
-qwen = MODELS["Qwen3-0.6B"]
-print(f"Qwen3-0.6B: head_dim {qwen.head_dim}, but hidden / heads = {qwen.hidden_size // qwen.num_heads}")
+print()
+for a, b in (("Qwen3-0.6B", "Llama-3.1-8B"), ("Llama-2-7B", "Llama-3.1-70B")):
+    print(f"{a} against {b}: ", end="")
+    print(
+        f"{weight_bytes[a] / weight_bytes[b]:.2f} times the weights, {token_bytes[a] / token_bytes[b]:.2f} times the cache"
+    )
+print(f"Qwen3-0.6B: head_dim {MODELS['Qwen3-0.6B'][3]}, but hidden_size / heads = 1024 / 16 = {1024 // 16}")
 
 # %% [markdown]
 # Surprised? **The size of a model says little about the size of its cache.** Layers, KV heads and `head_dim` do. The old 7B model
@@ -358,19 +349,25 @@ print(f"Qwen3-0.6B: head_dim {qwen.head_dim}, but hidden / heads = {qwen.hidden_
 # %%
 def draw_memory(ax, context, requests, KV_bits):
     """Share of weights and KV cache in the memory, for each model."""
-    for row, (name, c) in enumerate(reversed(MODELS.items())):
-        weights, cache = weight_bytes(c), context * requests * kv_bytes(c, KV_bits)
-        share = 100 * weights / (weights + cache)
+    caches = {name: context * requests * token_bytes[name] * KV_bits // 16 for name in MODELS}
+    digits = 3 if min(caches.values()) < 5e7 else 1
+    notes = ["share of memory (%)"]
+    for row, name in enumerate(reversed(MODELS)):
+        share = 100 * weight_bytes[name] / (weight_bytes[name] + caches[name])
         ax.barh(row, share, color=BLUE, height=0.62)
         ax.barh(row, 100 - share, left=share, color=ORANGE, height=0.62)
-        digits = 0 if cache > 1e11 else 1 if cache > 1e9 else 3
-        ax.text(103, row, f"{cache / 1e9:,.{digits}f} GB", va="center", color=ORANGE)
-        ax.text(-3, row, name + ("*" if context > c.max_position_embeddings else ""), va="center", ha="right")
+        ax.text(103, row, f"{caches[name] / 1e9:,.{digits}f} GB", va="center", color=ORANGE)
+        star = "*" if context > MODELS[name][5] else ""
+        ax.text(-3, row, name + star, va="center", ha="right")
+    if context > min(shape[5] for shape in MODELS.values()):
+        notes.append("* a longer context than the model allows")
+    if KV_bits == 4:
+        notes.append("(4 bits without scales; see exercise 02.4 K)")
     ax.axvline(50, color="black", ls=":", lw=1)
     top = len(MODELS) - 0.45
     ax.text(0, top, "weights (fp16)", color=BLUE)
     ax.text(100, top, "KV cache", color=ORANGE, ha="right")
-    ax.set(xlim=(0, 100), ylim=(-0.5, top + 0.3), xlabel="share of memory (%)        * longer than the model allows")
+    ax.set(xlim=(0, 100), ylim=(-0.5, top + 0.3), xlabel="\n".join(notes))
     ax.set_yticks([])
     ax.spines[:].set_visible(False)
 
@@ -382,8 +379,8 @@ slider_plot(
     KV_bits=[16, 8, 4],
     start={"context": 2048, "requests": 16},
     stills=[
-        {"context": 2048, "requests": 1, "KV_bits": 16},
         {"context": 2048, "requests": 64, "KV_bits": 16},
+        {"context": 32_768, "requests": 1, "KV_bits": 16},
     ],
     size=(6.8, 3.0),
 )
@@ -472,8 +469,8 @@ plt.show()
 
 # %% [markdown]
 # Blue means "may look". With the wrong mask the new tokens cannot even see themselves. The text is fluent all the same.
-# Meta's own Llama code had this bug (meta-llama/llama, issue 899), and new engines still get it (pytorch/executorch, pull request
-# 21749; hyprstream, pull request 1521).
+# hyprstream had exactly this, silently (pull request 1521), and so did executorch's reference cache (21749). Meta's Llama code used
+# the square of the new tokens: there it crashed (issue 899).
 #
 # ## What beginners get wrong
 # - **Counting query heads.** The cache holds *KV* heads. For Llama 3.1 70B that is a factor of 8.
@@ -497,7 +494,7 @@ quiz(
     "Why does nobody cache the queries?",
     [
         "They change when later tokens arrive.",
-        "Only the newest token's query is used in a step.",
+        "Only the new tokens' queries are used in a step.",
         "They are too big.",
     ],
     1,
