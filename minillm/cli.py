@@ -219,7 +219,7 @@ def inspect(model: str, tensors: bool, as_json: bool) -> None:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the measurements to this file.")
 def demo(model: str, device: str, out: str, json_file: str | None) -> None:
     """The course in two minutes: recomputing, KV cache, batching, a shared prefix, measured on this machine."""
-    from . import demo
+    from .course import demo
 
     sys.exit(demo.main(model, device, out, json_file))
 

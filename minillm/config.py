@@ -12,14 +12,23 @@ MAX_LAYERS = 10_000  # a config that claims more is damaged; believing it would 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # SmolLM2 files call themselves llama
 
 
+# our field: (its key in config.json, its key in GGUF metadata behind "<architecture>.")
+_KEYS = {
+    "hidden_size": ("hidden_size", "embedding_length"),
+    "intermediate_size": ("intermediate_size", "feed_forward_length"),
+    "num_layers": ("num_hidden_layers", "block_count"),
+    "num_heads": ("num_attention_heads", "attention.head_count"),
+    "num_kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "max_position_embeddings": ("max_position_embeddings", "context_length"),
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "rms_norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+}
+
+
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts.
-
-    kind "linear": positions are divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
-    kind "llama3": low frequencies are divided by `factor`, high ones kept, the band between is blended
-    (Llama 3.1 model release).
-    """
+    """Rotary frequencies stretched for long contexts: "linear" divides all by `factor` (arXiv:2306.15595); "llama3"
+    divides the low ones, keeps the high ones and blends those between (Llama 3.1 model release)."""
 
     kind: str
     factor: float
@@ -81,42 +90,23 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a Hugging Face `config.json` (and `generation_config.json`, which may name more end tokens).
 
-        Where a key is absent, the value is the default of that family's configuration class in transformers.
-        Raises ModelError for another model_type, a missing key, a quantised checkpoint or an unknown rope type.
+        Absent optional keys get the default of the family's class in transformers. Raises ModelError naming what is
+        missing or not supported.
         """
         arch = config.get("model_type")
         if arch not in SUPPORTED:
             raise ModelError(f"model_type {arch!r} is not supported; supported are {', '.join(SUPPORTED)}.")
-        required = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-        required += ["max_position_embeddings", "rms_norm_eps"]
-        required += ["num_key_value_heads"] * (arch != "llama")  # the first Llama files have no KV heads of their own
-        if missing := [key for key in required if config.get(key) is None]:
-            raise ModelError(f"The model's config.json lacks {', '.join(missing)}.")
-        if quantisation := config.get("quantization_config"):
-            raise ModelError(f"The checkpoint is quantised ({quantisation}); only plain safetensors can be loaded.")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'.")
-        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-        head_dim = config.get("head_dim", 128 if arch == "qwen3" else None)
-        if head_dim is None:
-            if not isinstance(heads, int) or heads < 1 or config["hidden_size"] % heads:
-                raise ModelError(f"hidden_size {config['hidden_size']} cannot be shared out over {heads} heads.")
-            head_dim = config["hidden_size"] // heads
+        for key, wanted in (("hidden_act", "silu"), ("quantization_config", None)):
+            if config.get(key, wanted) != wanted:
+                raise ModelError(f"config.json: {key} {config[key]!r} is not supported, only {wanted!r}.")
+        sizes = _sizes(config, {ours: key for ours, (key, _) in _KEYS.items()}, "model's config.json")
         theta, scaling = _hf_rope(config)
         window, window_layers = _hf_window(arch, config)
         attention_bias = bool(config.get("attention_bias", False)) and arch in ("llama", "qwen3")
-        generation = generation_config or {}
         return cls(
             architecture=arch,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            max_position_embeddings=config["max_position_embeddings"],
-            rms_norm_eps=config["rms_norm_eps"],
+            **sizes,
+            head_dim=_head_dim(config.get("head_dim", 128 if arch == "qwen3" else None), sizes),
             rope_theta=theta,
             rope_scaling=scaling,
             sliding_window=window,
@@ -127,7 +117,7 @@ class ModelConfig:
             qk_norm=arch == "qwen3",
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=_token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
+            eos_token_ids=_token_ids(config.get("eos_token_id"), (generation_config or {}).get("eos_token_id")),
         )
 
     @classmethod
@@ -137,49 +127,33 @@ class ModelConfig:
         shapes: Mapping[str, Sequence[int]],
         rope_freq_divisors: Sequence[float] | None = None,
     ) -> ModelConfig:
-        """Read a GGUF file's metadata. `shapes` maps its tensor names to shapes in numpy order; which biases and
-        norms there are is read off the names. `rope_freq_divisors` is its `rope_freqs.weight`, if it has one.
-
-        Mistral files say "llama" too. Raises ModelError for another architecture or a missing key.
-        """
+        """Read a GGUF file's metadata; Mistral files say "llama". Biases and norms are read off the tensor names in
+        `shapes` (numpy order); `rope_freq_divisors` is the file's `rope_freqs.weight`. Raises ModelError likewise."""
         arch = metadata.get("general.architecture")
         if arch not in ("llama", "qwen2", "qwen3"):
             raise ModelError(f"GGUF architecture {arch!r} is not supported; supported are llama, qwen2, qwen3.")
-
-        def get(key: str, default: Any = None) -> Any:
-            value = metadata.get(f"{arch}.{key}", default)
-            if value is None:
-                raise ModelError(f"The GGUF file's metadata lacks {arch}.{key}.")
-            return value
-
-        heads, hidden = get("attention.head_count"), get("embedding_length")
-        if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
-            raise ModelError(f"GGUF: {arch}.attention.head_count {heads!r} must be one number, the same in all layers.")
-        head_dim = get("attention.key_length", hidden // heads)
+        keys = {ours: f"{arch}.{key}" for ours, (_, key) in _KEYS.items()}
+        embed = shapes.get("token_embd.weight", (None,))  # its rows count the vocabulary, whatever the metadata says
+        sizes = _sizes({**metadata, keys["vocab_size"]: embed[0]}, keys, "GGUF file's metadata")
+        if isinstance(sizes["num_heads"], list):
+            raise ModelError(f"GGUF: {keys['num_heads']} must be one number, the same in all layers.")
+        head_dim = _head_dim(metadata.get(f"{arch}.attention.key_length"), sizes)
         for key, wanted in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
-            if get(key, wanted) != wanted:
-                raise ModelError(f"GGUF: {arch}.{key} is {get(key)}, but only the head size {wanted} is supported.")
-        if get("expert_count", 0):
+            if (found := metadata.get(f"{arch}.{key}", wanted)) != wanted:
+                raise ModelError(f"GGUF: {arch}.{key} is {found}, but the head size is {wanted}.")
+        if metadata.get(f"{arch}.expert_count"):
             raise ModelError(f"GGUF: mixture-of-experts models ({arch}.expert_count) are not supported.")
-        scaling_type = get("rope.scaling.type", "none")
-        if scaling_type not in ("none", "linear"):
-            raise ModelError(f"GGUF: rope scaling {scaling_type!r} is not supported, only none, linear and rope_freqs.")
-        scaling = RopeScaling("linear", float(get("rope.scaling.factor"))) if scaling_type == "linear" else None
-        embed = shapes.get("token_embd.weight")
-        vocab = embed[0] if embed else get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None)
+        kind, factor = (metadata.get(f"{arch}.rope.scaling.{key}") for key in ("type", "factor"))
+        if kind not in (None, "none", "linear"):
+            raise ModelError(f"GGUF: rope scaling {kind!r} is not supported, only none, linear and rope_freqs.")
+        if kind == "linear" and not factor:
+            raise ModelError(f"The GGUF file's metadata lacks {arch}.rope.scaling.factor.")
         return cls(
             architecture=arch,
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=get("feed_forward_length"),
-            num_layers=get("block_count"),
-            num_heads=heads,
-            num_kv_heads=get("attention.head_count_kv", heads),
+            **sizes,
             head_dim=head_dim,
-            max_position_embeddings=get("context_length"),
-            rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-            rope_theta=get("rope.freq_base", 10000.0),
-            rope_scaling=scaling,
+            rope_theta=metadata.get(f"{arch}.rope.freq_base", 10000.0),
+            rope_scaling=RopeScaling("linear", factor) if kind == "linear" and factor else None,
             # llama.cpp's Qwen2 and Qwen3 graphs have no window, whatever the metadata says
             sliding_window=metadata.get("llama.attention.sliding_window") or None,
             qkv_bias="blk.0.attn_q.bias" in shapes,
@@ -188,17 +162,32 @@ class ModelConfig:
             qk_norm="blk.0.attn_q_norm.weight" in shapes or arch == "qwen3",
             tie_word_embeddings="output.weight" not in shapes,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=_token_ids(
-                metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")
-            ),
+            eos_token_ids=_token_ids(*(metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot"))),
             rope_freq_divisors=tuple(rope_freq_divisors) if rope_freq_divisors is not None else None,
         )
 
     def window(self, layer: int) -> int | None:
         """How many keys, the current one included, a query of `layer` may see; None: all of them."""
-        if self.sliding_layers is not None and not self.sliding_layers[layer]:
-            return None
-        return self.sliding_window
+        return self.sliding_window if self.sliding_layers is None or self.sliding_layers[layer] else None
+
+
+def _sizes(data: Mapping[str, Any], keys: Mapping[str, str], place: str) -> dict[str, Any]:
+    """Read our fields by their keys in `data`; models without KV heads of their own have as many as heads."""
+    values = {ours: data.get(key) for ours, key in keys.items()}
+    if values["num_kv_heads"] is None:
+        values["num_kv_heads"] = values["num_heads"]
+    if missing := [keys[ours] for ours, value in values.items() if value is None]:
+        raise ModelError(f"The {place} lacks {', '.join(missing)}.")
+    return values
+
+
+def _head_dim(given: Any, sizes: Mapping[str, Any]) -> Any:
+    if given is not None:
+        return given
+    hidden, heads = sizes["hidden_size"], sizes["num_heads"]
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        raise ModelError(f"hidden_size {hidden!r} cannot be shared out over {heads!r} heads.")
+    return hidden // heads
 
 
 def _token_ids(*values: Any) -> tuple[int, ...]:
@@ -210,36 +199,32 @@ def _token_ids(*values: Any) -> tuple[int, ...]:
 def _hf_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Read the rotary settings: `rope_theta` + `rope_scaling`, or transformers 5's single `rope_parameters`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3") or any(isinstance(value, dict) for value in rope.values()):
+    keys = {"default": (), "linear": ("factor",), "llama3": tuple(RopeScaling.__annotations__)[1:]}.get(kind)
+    if keys is None or any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"rope type {kind!r} ({rope}) is not supported; supported are default, linear and llama3.")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError("partial_rotary_factor below 1 is not supported.")
-    if kind == "default":
-        return theta, None
-    keys = ["factor"]
-    if kind == "llama3":
-        keys += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     if missing := [key for key in keys if not isinstance(rope.get(key), int | float) or rope[key] <= 0]:
         raise ModelError(f"The model's {kind} rope settings need a number above 0 for {', '.join(missing)}.")
-    return theta, RopeScaling(kind, **{key: rope[key] for key in keys})
+    scaling = RopeScaling(kind, **{key: rope[key] for key in keys}) if keys else None
+    return rope.get("rope_theta", config.get("rope_theta", 10000.0)), scaling
 
 
 def _hf_window(arch: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...] | None]:
     """Return the sliding window and, where only some layers have it, which ones."""
+    window = config.get("sliding_window", 4096)
     if arch == "mistral":
-        return config.get("sliding_window", 4096), None
-    if arch == "llama" or not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
+        return window, None
+    if arch == "llama" or not config.get("use_sliding_window", False) or window is None:
         return None, None
     kinds = config.get("layer_types")
     if kinds is None:  # the first max_window_layers layers see everything
-        first = config.get("max_window_layers", 28)
-        count = min(config["num_hidden_layers"], MAX_LAYERS)
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
+        first, count = config.get("max_window_layers", 28), min(config["num_hidden_layers"], MAX_LAYERS)
+        return window, tuple(layer >= first for layer in range(count))
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
         raise ModelError(f"Layer type {sorted(unknown)[0]!r} is not supported.")
-    return config.get("sliding_window", 4096), tuple(kind == "sliding_attention" for kind in kinds)
+    return window, tuple(kind == "sliding_attention" for kind in kinds)
 
 
 @dataclass

@@ -11,23 +11,20 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import hub, kv, roofline, sampler, text, weights
+from . import hub, kv, roofline, runner, sampler, text, weights
 from .blocks import KVPool
 from .config import EngineConfig, ModelConfig
 from .errors import RequestError
 from .metrics import RequestMetrics
 from .model import Transformer
 from .request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams, Status
-from .runner import Runner
 from .scheduler import Chunk, Plan, Scheduler
 
 Prompt = str | Sequence[int]
-CPU_KV_LIMIT = 4 * 2**30  # bytes of KV cache on a CPU, unless num_kv_blocks asks for more
 
 
 class LLM:
@@ -42,8 +39,8 @@ class LLM:
         self, model: str | Path = "smollm2-135m", *, device: str = "auto", dtype: str = "auto", **engine: Any
     ) -> None:
         config = EngineConfig(**engine)  # a wrong argument is refused before anything is loaded
-        device = _device(device)
-        kind = _dtype(dtype, device)
+        device = runner.pick_device(device)
+        kind = runner.pick_dtype(dtype, device)
         checkpoint = weights.open_checkpoint(hub.resolve(model))
         tokenizer = checkpoint.tokenizer()
         network = Transformer.from_state(checkpoint.config, checkpoint.state_dict(kind, device))
@@ -64,12 +61,12 @@ class LLM:
         self.config, self.engine_config, self.model, self.tokenizer = config, engine, model, tokenizer
         weight = model.embed.weight
         length = min(engine.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
-        num_blocks = engine.num_kv_blocks or _default_blocks(config, engine, length, weight)
+        num_blocks = engine.num_kv_blocks or runner.default_num_blocks(config, engine, length, weight)
         self.max_model_len = min(length, num_blocks * engine.block_size)
         self.cache = kv.KVCache(config, num_blocks, engine.block_size, weight.dtype, weight.device)
         self.pool = KVPool(num_blocks, engine.block_size, engine.enable_prefix_caching)
         self.scheduler = Scheduler(engine, self.pool, self.max_model_len)
-        self.runner = Runner(model, self.cache)
+        self.runner = runner.Runner(model, self.cache)
         self.num_ids = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
         self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
         self._listeners: dict[str, deque[Delta]] = {}
@@ -419,42 +416,6 @@ class LLM:
             "tokens_per_second": totals["output_tokens"] / seconds,
             "gb_per_second": totals["bytes"] / seconds / 1e9,
         }
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch raises either
-        raise RequestError(f"device {name!r} cannot be used here: {str(error).partition(chr(10))[0]}") from error
-    if not name.startswith(("cpu", "cuda")):
-        raise RequestError(f"device {name!r} is not supported; use auto, cpu or cuda.")
-    return name
-
-
-def _dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise RequestError(f"dtype {name!r} is unknown; use auto, {', '.join(known)}.")
-    return known[name]
-
-
-def _default_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, weight: Tensor) -> int:
-    """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use."""
-    per_token = kv.kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.element_size())
-    if weight.device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(weight.device)[0] * engine.memory_fraction)
-    else:
-        room = min(int(psutil.virtual_memory().available * engine.memory_fraction), CPU_KV_LIMIT)
-    fits = kv.max_tokens_in(room, per_token) // engine.block_size
-    if fits < 1:
-        raise RequestError(
-            f"{room} bytes are free for the KV cache, but one block takes {per_token * engine.block_size}."
-        )
-    return min(fits, kv.blocks_needed(max_model_len, engine.block_size) * engine.max_num_seqs)
 
 
 def _refused(prompt: object, why: str) -> RequestOutput:

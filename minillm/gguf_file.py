@@ -7,14 +7,12 @@ anywhere, so no count, length or offset is used here before it was compared with
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
-import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import gguf
 import numpy as np
 import torch
 
@@ -23,19 +21,16 @@ from .errors import ModelError
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}  # value types as numpy's
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
-_MAX_DIMS, _MAX_NESTING = 4, 4  # ggml has at most 4 dimensions; no real file nests arrays deeper
-# Blocks dequantised at a time: 32,768 weights stay in the CPU's cache, and torch does not yet start threads for them.
-# Threads would gain nothing here, and on a busy machine waiting for each other would cost them many times the work.
-_CHUNK_BLOCKS = 1 << 10
+# Weights dequantised at a time: they stay in the CPU's cache, and torch does not yet start threads for so few. Threads
+# would gain nothing here, and on a busy machine waiting for each other would cost them many times the work.
+_CHUNK = 1 << 15
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor of the file: `shape` in numpy order (rows first), `offset` and `nbytes` in bytes of the file."""
 
-    name: str
     shape: tuple[int, ...]
-    type: Any  # gguf.GGMLQuantizationType
+    type: gguf.GGMLQuantizationType
     offset: int
     nbytes: int
 
@@ -50,203 +45,134 @@ class GGUFFile:
         self.path = Path(path)
         try:
             with open(self.path, "rb") as file:
-                size = file.seek(0, 2)
-                if size < 24:
-                    raise ModelError(f"{self.path} is not a GGUF file: it has only {size} bytes.")
                 # copy-on-write, because torch warns about memory that it may not write to; nobody writes
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise ModelError(f"Cannot read {self.path}: {error.strerror or error}.") from error
-        reader = _HeaderReader(self._map, self.path)
-        self.metadata: dict[str, Any] = reader.metadata
-        self.tensors: dict[str, TensorInfo] = reader.tensors
-        self._bytes = np.frombuffer(self._map, np.uint8)
-
-    def array(self, name: str) -> np.ndarray:
-        """Return the raw bytes of a tensor, uint8 `[nbytes]`, as a view of the mapped file."""
-        info = self._info(name)
-        return self._bytes[info.offset : info.offset + info.nbytes]
+        except (OSError, ValueError) as error:
+            raise ModelError(f"Cannot read {self.path}: {error}.") from error
+        self._pos = 0  # the next byte of the header to read
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._read_header()
+        self.shapes = {name: info.shape for name, info in self.tensors.items()}
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor dequantised to `dtype`, in numpy order (a new tensor, never a view of the file)."""
-        out = torch.empty(self._info(name).shape, dtype=dtype)
-        self.read_into(name, out)
+        info = self.tensors[name]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[info.type]
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
+        out = torch.empty(info.shape, dtype=dtype)
+        blocks, flat, step = raw.view(-1, block_bytes), out.view(-1, block), _CHUNK // block
+        try:
+            for start in range(0, len(blocks), step):
+                flat[start : start + step] = _dequantize(blocks[start : start + step], info.type)
+        except NotImplementedError as error:
+            raise ModelError(f"{self.path}: type {info.type.name} of tensor {name} is unsupported.") from error
         return out
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Dequantise a tensor into `out`, a contiguous CPU tensor of its shape and any float type."""
-        import gguf
-
-        info, raw = self._info(name), torch.from_numpy(self.array(name))
-        kind = info.type.name
-        plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-        if kind in plain:
-            # offsets need not be multiples of the element size as seen from the map's start, so copy before viewing
-            out.copy_(raw.clone().view(plain[kind]).view(info.shape))
-            return
-        block, block_bytes = gguf.GGML_QUANT_SIZES[info.type]
-        blocks, flat = raw.view(-1, block_bytes), out.view(-1, block)
-        for start in range(0, len(blocks), _CHUNK_BLOCKS):
-            part = slice(start, start + _CHUNK_BLOCKS)
-            if kind in _FAST:
-                flat[part] = _FAST[kind](blocks[part])
-            else:
-                try:
-                    flat[part] = torch.from_numpy(gguf.dequantize(blocks[part].numpy(), info.type))
-                except (NotImplementedError, ValueError) as error:
-                    raise ModelError(f"{self.path}: type {kind} of tensor {name} is unsupported.") from error
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
-            raise ModelError(f"{self.path} has no tensor named {name}.")
-        return self.tensors[name]
-
-
-def _scale(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the half-precision number at byte `start` of each block, as float32 `[blocks, 1]`."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
-
-def _dequantize_q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Q8_0: a scale and 32 signed bytes; weight = scale * q."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_scale(blocks, 0))
-
-
-def _dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    """Q4_1: a scale, a minimum and 16 bytes; weights 0-15 are the low halves, 16-31 the high: scale * q + minimum."""
-    packed = blocks[:, 4:]
-    return torch.cat((packed & 15, packed >> 4), 1).float().mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
-
-
-# gguf.dequantize knows all types, but is several times slower on the two that the course's model is made of
-_FAST = {"Q8_0": _dequantize_q8_0, "Q4_1": _dequantize_q4_1}
-
-
-class _HeaderReader:
-    """Walks the header from front to back; `pos` is the next byte to read."""
-
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.size, self.pos = data, path, len(data), 0
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        if data[:4] != b"GGUF":
-            raise ModelError(f"{path} is not a GGUF file: it begins with {data[:4]!r}, not b'GGUF'.")
-        self.pos = 4
-        version = self.number("<I", "version")
-        if version not in (2, 3):
-            raise self.error(f"GGUF version {version} is not supported, only 2 and 3 (little-endian)")
-        num_tensors = self.count("number of tensors", 24)  # the least that one description can take
-        num_keys = self.count("number of metadata keys", 12)
-        for _ in range(num_keys):
-            key = self.string("a metadata key")
-            if key in self.metadata:
-                raise self.error(f"metadata key {key!r} occurs twice")
-            self.metadata[key] = self.value(self.number("<I", f"type of {key}"), key)
-        if self.metadata.get("split.count", 1) not in (0, 1):
-            raise ModelError(f"{path} is one part of a split model; merge the parts with llama-gguf-split first.")
-        self.read_tensors(num_tensors)
-
-    def error(self, what: str) -> ModelError:
+    def _error(self, what: str) -> ModelError:
         return ModelError(f"{self.path}: {what}. The file is damaged, incomplete or of an unknown kind.")
 
-    def need(self, num_bytes: int, what: str) -> None:
+    def _need(self, num_bytes: int, what: str) -> None:
         """Refuse to go on if fewer than `num_bytes` are left."""
-        if num_bytes > self.size - self.pos:
-            left = self.size - self.pos
-            raise self.error(f"{what} needs {num_bytes} bytes at {self.pos}, but the file has only {left} left")
+        if num_bytes > len(self._map) - self._pos:
+            raise self._error(f"{what} needs {num_bytes} bytes at {self._pos}, more than the file has left")
 
-    def number(self, form: str, what: str) -> int:
-        self.need(struct.calcsize(form), what)
-        (value,) = struct.unpack_from(form, self.data, self.pos)
-        self.pos += struct.calcsize(form)
-        return value
+    def _take(self, num_bytes: int, what: str) -> bytes:
+        self._need(num_bytes, what)
+        self._pos += num_bytes
+        return self._map[self._pos - num_bytes : self._pos]
 
-    def count(self, what: str, least_bytes: int) -> int:
+    def _number(self, num_bytes: int, what: str) -> int:
+        return int.from_bytes(self._take(num_bytes, what), "little")
+
+    def _count(self, what: str, least_bytes: int) -> int:
         """Read a count of things that take at least `least_bytes` each."""
-        value = self.number("<Q", what)
-        self.need(value * least_bytes, f"{what} ({value})")
+        value = self._number(8, what)
+        self._need(value * least_bytes, f"{what} ({value})")
         return value
 
-    def string(self, what: str) -> str:
-        return self.strings(1, what)[0]
+    def _string(self, what: str) -> str:
+        text = self._take(self._number(8, what), what)
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise self._error(f"{what}: the string before {self._pos} is not UTF-8") from error
 
-    def strings(self, count: int, what: str) -> list[str]:
-        """Read `count` strings. One loop without helper calls: a vocabulary has 10^5 of them."""
-        data, pos, size, length_at = self.data, self.pos, self.size, struct.Struct("<Q").unpack_from
-        out: list[str] = []
-        for _ in range(count):
-            if size - pos < 8:
-                raise self.error(f"{what} ends after {len(out)} of {count} strings")
-            (length,) = length_at(data, pos)
-            pos += 8
-            if length > size - pos:
-                raise self.error(f"{what}: a string of {length} bytes at {pos} reaches beyond the file")
-            try:
-                out.append(data[pos : pos + length].decode())
-            except UnicodeDecodeError as error:
-                raise self.error(f"{what}: the string at {pos} is not UTF-8") from error
-            pos += length
-        self.pos = pos
-        return out
-
-    def value(self, kind: int, key: str, nesting: int = 0) -> Any:
-        if kind in _SCALARS:
-            return self.numbers(kind, 1, key)[0]
+    def _value(self, key: str) -> Any:
+        kind = self._number(4, f"type of {key}")
+        is_array = kind == _ARRAY
+        if is_array:
+            kind = self._number(4, f"element type of {key}")
+        if kind != _STRING and kind not in _SCALARS:  # arrays of arrays too, as in llama.cpp
+            raise self._error(f"{key} has the unknown value type {kind}")
+        size = 8 if kind == _STRING else np.dtype(_SCALARS[kind]).itemsize
+        count = self._count(f"length of {key}", size) if is_array else 1
         if kind == _STRING:
-            return self.string(key)
-        if kind != _ARRAY:
-            raise self.error(f"{key} has the unknown value type {kind}")
-        if nesting == _MAX_NESTING:
-            raise self.error(f"{key} nests arrays more than {_MAX_NESTING} deep")
-        kind = self.number("<I", f"element type of {key}")
-        if kind in _SCALARS:
-            return self.numbers(kind, self.count(f"length of {key}", np.dtype(_SCALARS[kind]).itemsize), key)
-        if kind == _STRING:
-            return self.strings(self.count(f"length of {key}", 8), key)
-        return [self.value(kind, key, nesting + 1) for _ in range(self.count(f"length of {key}", 12))]
+            values = [self._string(key) for _ in range(count)]
+        else:
+            values = np.frombuffer(self._take(count * size, key), _SCALARS[kind]).tolist()
+        return values if is_array else values[0]
 
-    def numbers(self, kind: int, count: int, key: str) -> list[Any]:
-        dtype = np.dtype(_SCALARS[kind])
-        self.need(count * dtype.itemsize, key)
-        values = np.frombuffer(self.data[self.pos : self.pos + count * dtype.itemsize], dtype).tolist()
-        self.pos += count * dtype.itemsize
-        return values
-
-    def read_tensors(self, count: int) -> None:
-        import gguf
-
-        described = []
-        for _ in range(count):
-            name = self.string("a tensor's name")
-            dims = self.number("<I", f"number of dimensions of {name}")
-            if not 1 <= dims <= _MAX_DIMS:
-                raise self.error(f"tensor {name} has {dims} dimensions, expected 1 to {_MAX_DIMS}")
-            shape = tuple(self.number("<Q", f"shape of {name}") for _ in range(dims))[::-1]
-            type_id = self.number("<I", f"type of {name}")
-            described.append((name, shape, type_id, self.number("<Q", f"offset of {name}")))
+    def _read_header(self) -> None:
+        if (magic := self._map[:4]) != b"GGUF":
+            raise ModelError(f"{self.path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'.")
+        self._pos = 4
+        version = self._number(4, "version")
+        if version not in (2, 3):
+            raise self._error(f"GGUF version {version} is not supported, only 2 and 3 (little-endian)")
+        num_tensors = self._count("number of tensors", 24)  # the least that one description can take
+        for _ in range(self._count("number of metadata keys", 12)):
+            key = self._string("a metadata key")
+            self.metadata[key] = self._value(key)
+        for _ in range(num_tensors):
+            name = self._string("a tensor's name")
+            if name in self.tensors:
+                raise self._error(f"tensor {name} occurs twice")
+            self.tensors[name] = self._tensor_info(name)
 
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 30 or alignment & (alignment - 1):
-            raise self.error(f"general.alignment is {alignment!r}, which is not a power of two from 8 on")
-        data_start = -(-self.pos // alignment) * alignment
-        for name, shape, type_id, offset in described:
-            try:
-                kind = gguf.GGMLQuantizationType(type_id)
-                block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            except (ValueError, KeyError):
-                raise self.error(f"tensor {name} has the unknown quantisation type {type_id}") from None
-            if 0 in shape or shape[-1] % block:
-                raise self.error(f"tensor {name} has shape {shape}; rows must be multiples of {block} ({kind.name})")
-            nbytes = math.prod(shape) // block * block_bytes  # Python's integers cannot overflow
-            if offset % alignment:
-                raise self.error(f"tensor {name} has offset {offset}, which is not a multiple of {alignment}")
-            if data_start + offset + nbytes > self.size:
-                end = data_start + offset + nbytes
-                raise self.error(f"tensor {name} ends at byte {end}, but the file has only {self.size} bytes")
-            if name in self.tensors:
-                raise self.error(f"tensor {name} occurs twice")
-            self.tensors[name] = TensorInfo(name, shape, kind, data_start + offset, nbytes)
-        in_order = sorted(self.tensors.values(), key=lambda info: info.offset)
-        for first, second in itertools.pairwise(in_order):
-            if first.offset + first.nbytes > second.offset:
-                raise self.error(f"tensors {first.name} and {second.name} overlap")
+        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+            raise self._error(f"general.alignment is {alignment!r}, which is not a power of two from 8 on")
+        data_start = -(-self._pos // alignment) * alignment
+        for name, info in self.tensors.items():
+            if info.offset % alignment:
+                raise self._error(f"tensor {name} has offset {info.offset}, which is not a multiple of {alignment}")
+            offset = data_start + info.offset
+            if offset + info.nbytes > len(self._map):
+                raise self._error(f"tensor {name} ends at byte {offset + info.nbytes}, beyond the file's end")
+            self.tensors[name] = info._replace(offset=offset)
+
+    def _tensor_info(self, name: str) -> TensorInfo:
+        """Read one tensor's description, in which the offset counts from where the tensor data starts."""
+        dims = self._number(4, f"number of dimensions of {name}")
+        if not 1 <= dims <= 4:
+            raise self._error(f"tensor {name} has {dims} dimensions, expected 1 to 4")
+        shape = tuple(self._number(8, f"shape of {name}") for _ in range(dims))[::-1]
+        type_id = self._number(4, f"type of {name}")
+        try:
+            kind = gguf.GGMLQuantizationType(type_id)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise self._error(f"tensor {name} has the unknown quantisation type {type_id}") from None
+        if 0 in shape or shape[-1] % block:
+            raise self._error(f"tensor {name} has shape {shape}; rows must be multiples of {block} ({kind.name})")
+        nbytes = math.prod(shape) // block * block_bytes  # Python's integers cannot overflow
+        return TensorInfo(shape, kind, self._number(8, f"offset of {name}"), nbytes)
+
+
+def _dequantize(blocks: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
+    """Return the weights of `blocks`, uint8 `[blocks, bytes]`, as float32 `[blocks, weights of a block]`.
+
+    gguf.dequantize knows all types, but is several times slower on the two that the course's model is made of.
+    """
+    if kind.name == "Q8_0":  # a scale and 32 signed bytes q; weight = scale * q
+        return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    if kind.name == "Q4_1":  # a scale, a minimum, 16 bytes: their low halves, then their high; scale * q + minimum
+        packed = blocks[:, 4:]
+        return torch.cat((packed & 15, packed >> 4), 1).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return torch.from_numpy(gguf.dequantize(blocks.numpy(), kind))
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the half-precision number at byte `start` of each block, as float32 `[blocks, 1]`."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()

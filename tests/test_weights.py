@@ -103,7 +103,7 @@ def test_broken_index(tmp_path, index):
 
 
 def test_pickles_and_empty_folders(tmp_path):
-    with pytest.raises(ModelError, match=r"no config.json"):
+    with pytest.raises(ModelError, match=r"Cannot read .*config.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
     with pytest.raises(ModelError, match=r"neither model.safetensors nor"):
@@ -374,7 +374,6 @@ def test_gguf_divisors_equal_llama3_scaling():
     ({"llama.block_count": 0}, "num_layers"),
     ({"llama.context_length": "long"}, "max_position_embeddings"),
     ({"llama.rope.freq_base": float("nan")}, "rope_theta"),
-    ({"split.count": 2}, "one part of a split model"),
 ])  # fmt: skip
 def test_gguf_config_that_cannot_be_used(tmp_path, metadata, message):
     with pytest.raises(ModelError, match=message):

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import __version__, attention, kv, metrics, roofline
+from .. import __version__, attention, kv, metrics, roofline
+from ..engine import LLM
+from ..errors import MinillmError
+from ..model import Batch, Transformer
+from ..request import SamplingParams
 from .demo_figure import draw
-from .engine import LLM
-from .errors import MinillmError
-from .model import Batch, Transformer
-from .request import SamplingParams
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -277,7 +277,7 @@ def main(model: str, device: str, out: str, json_file: str | None) -> int:
 
 def _commit() -> str | None:
     """The commit of this checkout, with -dirty if files changed; None outside of one."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
