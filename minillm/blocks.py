@@ -27,7 +27,9 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
     parent: the digest of the block before, b"" for the first. Ids are hashed as 64-bit integers, so none is cut short.
     """
+    # exercise 05.1
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+    # end exercise 05.1
 
 
 @dataclass
@@ -68,7 +70,11 @@ class KVPool:
     # ---- hand out and take back
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None, and nothing changed, if there are not so many."""
+        """`count` blocks with one reference each, or None, and nothing changed, if there are not so many.
+
+        They come from the front of the free list. Those that hold an old prompt are evicted: nobody finds them again.
+        """
+        # exercise 05.4
         if count > len(self.free):
             return None
         taken = [self.free.popitem(last=False)[0] for _ in range(count)]
@@ -76,6 +82,7 @@ class KVPool:
             self._forget(number)
             self.blocks[number].refs = 1
         return taken
+        # end exercise 05.4
 
     def share(self, table: Iterable[int]) -> None:
         """Add a reference to each block of `table` (a prefix hit, or a fork)."""
@@ -85,7 +92,12 @@ class KVPool:
             self.blocks[number].refs += 1
 
     def release(self, table: Sequence[int]) -> None:
-        """Take a reference from each block of `table`. The last block goes first, so it is also evicted first."""
+        """Take a reference from each block of `table`. The last block goes first, so it is also evicted first.
+
+        A block that nobody uses then is free. It keeps its content: it goes to the end of the free list, or to the
+        front if it has no digest. RuntimeError if nobody used it before.
+        """
+        # exercise 05.3
         for number in reversed(table):
             block = self.blocks[number]
             if block.refs < 1:
@@ -95,6 +107,7 @@ class KVPool:
                 self.free[number] = None
                 if block.digest is None:
                     self.free.move_to_end(number, last=False)
+        # end exercise 05.3
 
     # ---- what the scheduler asks for
 
@@ -113,6 +126,7 @@ class KVPool:
         Blocks are added at the end as needed. A block that others use too is replaced by a copy (copy-on-write).
         Returns None, and changes nothing, if the blocks do not suffice.
         """
+        # exercise 04.3
         size = self.block_size
         shared = [i for i in range(start // size, min(len(table), -(-end // size))) if self.blocks[table[i]].refs > 1]
         count = max(0, kv.blocks_needed(end, size) - len(table))
@@ -126,6 +140,7 @@ class KVPool:
             table[i] = new.pop(0)
         table.extend(new)
         return copies
+        # end exercise 04.3
 
     # ---- prefix cache
 
@@ -135,6 +150,7 @@ class KVPool:
         Only whole blocks, and never the last token: its logits are needed, so at least one token is computed.
         The digest finds a block; its tokens and its parent are compared too, since digests can collide.
         """
+        # exercise 05.2
         hits: list[int] = []
         if not self.enable_prefix_caching:
             return hits
@@ -148,6 +164,7 @@ class KVPool:
             hits.append(number)
             parent = number
         return hits
+        # end exercise 05.2
 
     def publish(self, table: list[int], digests: list[bytes], tokens: Sequence[int], num_computed: int) -> None:
         """Make the blocks of a request that are now fully computed findable.
@@ -162,22 +179,34 @@ class KVPool:
         size = self.block_size
         for i in range(len(digests), num_computed // size):
             content = tuple(tokens[i * size : (i + 1) * size])
-            parent = table[i - 1] if i else ROOT
-            if i and self.blocks[parent].digest is None:
-                return  # discarded
             digest = self.hash_fn(digests[-1] if digests else b"", content)
-            number = self.published.get(digest)
-            if number is None:
-                block = self.blocks[table[i]]
-                block.digest, block.tokens, block.parent = digest, content, parent
-                self.published[digest] = table[i]
-            elif number != table[i]:
-                if self.blocks[number].tokens != content or self.blocks[number].parent != parent:
-                    return  # a collision: this block and those after it stay private
-                self.share([number])
-                self.release([table[i]])
-                table[i] = number
+            if not self.publish_block(table, i, digest, content):
+                return
             digests.append(digest)
+
+    def publish_block(self, table: list[int], i: int, digest: bytes, content: tuple[int, ...]) -> bool:
+        """Make the full block table[i], which holds `content`, findable as `digest`. False: it has to stay private.
+
+        Its parent is table[i - 1], or ROOT for the first. If an equal block (same content, same parent) is published
+        already, table[i] becomes that one, and this request's own copy is released. Private is a block whose parent
+        has no digest (it was discarded), and one whose digest belongs to a different block (a collision).
+        """
+        # exercise 05.5
+        parent = table[i - 1] if i else ROOT
+        if i and self.blocks[parent].digest is None:
+            return False
+        number = self.published.setdefault(digest, table[i])
+        block = self.blocks[number]
+        if number == table[i]:
+            block.digest, block.tokens, block.parent = digest, content, parent
+        elif block.tokens != content or block.parent != parent:
+            return False
+        else:
+            self.share([number])
+            self.release([table[i]])
+            table[i] = number
+        return True
+        # end exercise 05.5
 
     def discard(self, table: Sequence[int]) -> None:
         """Never match these blocks again, nor what was computed from them (their content turned out to be wrong)."""

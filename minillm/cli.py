@@ -173,6 +173,74 @@ def _ask() -> str:
 
 
 @main.command()
+@click.option("--num-requests", type=click.IntRange(1), default=32, help="Requests to send.")
+@click.option("--input-len", type=(int, int), default=(16, 256), help="Least and most prompt tokens of each request.")
+@click.option("--output-len", type=(int, int), default=(8, 128), help="Least and most output tokens.")
+@click.option(
+    "--prefix-len", type=click.IntRange(0), default=0, help="Prompt tokens, in front, that all requests share."
+)
+@click.option("--request-rate", type=click.FloatRange(0, min_open=True), help="Open loop: Poisson arrivals a second.")
+@click.option("--concurrency", type=click.IntRange(1), help="Closed loop: so many users, one request each at a time.")
+@click.option("--slo", type=(float, float), metavar="TTFT TPOT", help="Goodput counts requests within these seconds.")
+@click.option("--scheduling", default="continuous", help="continuous, dynamic or static.")
+@click.option("--max-num-seqs", type=int, default=256, help="Most requests in a step.")
+@click.option("--max-num-batched-tokens", type=int, default=2048, help="Most tokens in a step.")
+@click.option("--num-kv-blocks", type=int, help="Size of the KV cache, in blocks of 16 tokens.")
+@click.option("--seed", type=int, default=0, help="Of the workload.")
+@_engine
+@_json
+def bench(
+    model: str,
+    device: str,
+    dtype: str,
+    as_json: bool,
+    slo: tuple[float, float] | None,
+    concurrency: int | None,
+    scheduling: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    num_kv_blocks: int | None,
+    **load: Any,
+) -> None:
+    """Send a load to the engine and measure it. Without a rate or concurrency all requests are there at the start."""
+    from . import LLM, bench, roofline
+
+    for name in ("input_len", "output_len"):
+        least, most = load[name]
+        if not 1 <= least <= most:
+            raise click.UsageError(f"--{name.replace('_', '-')} needs two whole numbers, 1 <= least <= most.")
+    if load["request_rate"] and concurrency:
+        raise click.UsageError("--request-rate is an open loop, --concurrency a closed one: give one of them.")
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    llm = LLM(model, device=device, dtype=dtype, scheduling=scheduling, num_kv_blocks=num_kv_blocks, **limits)
+    items = bench.workload(vocab_size=llm.num_ids, **load)
+    bench.run(llm, items[:1])  # warm-up: compiles kernels, touches memory
+    llm.pool.discard(range(len(llm.pool.blocks)))  # and leaves nothing in the prefix cache
+    report = bench.run(llm, items, concurrency=concurrency, slo=slo, progress=sys.stderr.isatty())
+    machine = roofline.measure_machine(llm.model.embed.weight.device.type)
+    if as_json:
+        click.echo(json.dumps(report.as_dict() | {"bandwidth": machine.bandwidth, "stats": llm.stats()}, indent=2))
+        return
+    share = f"{report.gb_per_second / machine.bandwidth * 1e9:.0%} of {machine.bandwidth / 1e9:.1f} GB/s measured"
+    for label, value in (
+        ("requests", f"{report.num_requests} ({report.num_refused} refused, {report.num_timed_out} timed out)"),
+        ("seconds", f"{report.seconds:.2f}"),
+        ("output tokens/s", f"{report.output_tokens_per_second:.1f} ({report.output_tokens} tokens)"),
+        ("requests/s", f"{report.requests_per_second:.2f}"),
+        ("goodput, requests/s", "-" if report.goodput is None else f"{report.goodput:.2f}"),
+        ("weights and KV read", f"{report.gb_per_second:.1f} GB/s ({share})"),
+        ("KV cache used", f"{report.kv_usage_mean:.0%} in the mean, {report.kv_usage_max:.0%} at most"),
+        ("prefix hit rate", f"{report.prefix_hit_rate:.0%}"),
+        ("preemptions", f"{report.preemptions:.0f}"),
+        ("useful share", f"{report.useful_share:.0%} of the tokens computed"),
+    ):
+        click.echo(f"{label:22}{value}")
+    click.echo(f"{'milliseconds':22}{''.join(f'p{p:<9}' for p in bench.PERCENTILES)}")
+    for name, values in report.percentiles.items():
+        click.echo(f"{name:22}{''.join(f'{value * 1e3:<10.1f}' for value in values.values())}")
+
+
+@main.command()
 @click.argument("name", default="smollm2-135m")
 def fetch(name: str) -> None:
     """Download a known model and check it. Afterwards no network is needed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,7 +229,14 @@ def _hf_window(arch: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[
 
 @dataclass
 class EngineConfig:
-    """How the engine runs. Names and defaults follow vLLM's engine arguments where both have them."""
+    """How the engine runs. Names and defaults follow vLLM's engine arguments where both have them.
+
+    scheduling: "continuous", "dynamic" or "static", see scheduler.py; batch_delay: how many seconds a static batch that
+    is not full waits for more. scheduling_policy: "priority", "fcfs", "deadline", or a function from a request to a
+    sort key. preemption: "recompute", or "swap" to host memory with room for `num_swap_blocks` (None: as many as the
+    pool has). long_prefill_token_threshold: most tokens of one request in a step (0: no limit but the budget).
+    attention: "auto", or a backend's name, see attention.py.
+    """
 
     block_size: int = 16
     num_kv_blocks: int | None = None  # None: from memory_fraction
@@ -237,16 +244,38 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's own limit, or what the KV pool can hold
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    scheduling: str = "continuous"
+    batch_delay: float = 0.0
+    scheduling_policy: str | Callable[[Any], tuple] = "priority"
+    preemption: str = "recompute"
+    num_swap_blocks: int | None = None
     enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
+    attention: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "max_model_len", "seed"):
-            value, least = getattr(self, name), 0 if name == "seed" else 1
-            if value is None and name in ("num_kv_blocks", "max_model_len"):
+        optional = ("num_kv_blocks", "max_model_len", "num_swap_blocks")
+        from_zero = ("seed", "long_prefill_token_threshold")
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", *optional, *from_zero):
+            value, least = getattr(self, name), int(name not in from_zero)
+            if value is None and name in optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, got {value!r}.")
         if not isinstance(self.memory_fraction, int | float) or not 0.0 < self.memory_fraction <= 1.0:
             raise RequestError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}.")
+        if not isinstance(self.batch_delay, int | float) or not 0.0 <= self.batch_delay < float("inf"):
+            raise RequestError(f"batch_delay must be a number of seconds of at least 0, got {self.batch_delay!r}.")
+        choices = {
+            "scheduling": ("continuous", "dynamic", "static"),
+            "scheduling_policy": ("priority", "fcfs", "deadline"),
+            "preemption": ("recompute", "swap"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed and not (name == "scheduling_policy" and callable(value)):
+                raise RequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise RequestError("long_prefill_token_threshold needs chunked prefill.")

@@ -19,7 +19,7 @@ from . import hub, kv, roofline, runner, sampler, text, weights
 from .blocks import KVPool
 from .config import EngineConfig, ModelConfig
 from .errors import RequestError
-from .metrics import RequestMetrics
+from .metrics import RequestMetrics, StepRecord
 from .model import Transformer
 from .request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams, Status
 from .scheduler import Chunk, Plan, Scheduler
@@ -63,15 +63,19 @@ class LLM:
         length = min(engine.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
         num_blocks = engine.num_kv_blocks or runner.default_num_blocks(config, engine, length, weight)
         self.max_model_len = min(length, num_blocks * engine.block_size)
+        num_swap = (engine.num_swap_blocks or num_blocks) if engine.preemption == "swap" else 0
         self.cache = kv.KVCache(config, num_blocks, engine.block_size, weight.dtype, weight.device)
+        host = kv.KVCache(config, num_swap, engine.block_size, weight.dtype, "cpu")
         self.pool = KVPool(num_blocks, engine.block_size, engine.enable_prefix_caching)
-        self.scheduler = Scheduler(engine, self.pool, self.max_model_len)
-        self.runner = runner.Runner(model, self.cache)
+        self.scheduler = Scheduler(engine, self.pool, self.max_model_len, num_swap)
+        self.runner = runner.Runner(model, self.cache, host, engine.attention)
         self.num_ids = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
         self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
         self._listeners: dict[str, deque[Delta]] = {}
         self._count = 0  # requests so far
-        self._totals = dict.fromkeys(("steps", "computed_tokens", "output_tokens", "seconds", "bytes"), 0.0)
+        totals = ("steps", "computed_tokens", "padding_tokens", "output_tokens", "seconds", "bytes")
+        self._totals = dict.fromkeys(totals, 0.0)
+        self.timeline: list[StepRecord] | None = None  # set it to [] to record every step
 
     # ---- generate, chat, stream
 
@@ -111,7 +115,7 @@ class LLM:
             with tqdm(total=len(pending), unit="prompt", disable=not show) as bar:
                 while pending:
                     self.step()
-                    for request_id in [r for r in pending if self._is_done(r)]:
+                    for request_id in [r for r in pending if self.is_done(r)]:
                         outputs[pending.pop(request_id)] = self._collect(request_id)
                         bar.update()
         finally:
@@ -131,15 +135,17 @@ class LLM:
         prompts: list[Prompt] = [self.tokenizer.encode_chat(one) for one in (messages if many else [messages])]
         return self.generate(prompts if many else prompts[0], params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, timeout: float | None = None
+    ) -> Iterator[Delta]:
         """Yield text as it is generated. Leaving the loop early aborts the request."""
-        request_id = self.add_request(prompt, params or SamplingParams())
+        request_id = self.add_request(prompt, params or SamplingParams(), timeout=timeout)
         deltas = self._listeners[request_id] = deque()
         try:
-            while not self._is_done(request_id) or deltas:
+            while not self.is_done(request_id) or deltas:
                 while deltas:
                     yield deltas.popleft()
-                if not self._is_done(request_id):
+                if not self.is_done(request_id):
                     self.step()
             if error := next((r.error for r in self.requests.get(request_id, []) if r.error), None):
                 raise RequestError(error)
@@ -148,10 +154,18 @@ class LLM:
             self.abort(request_id)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        arrival: float | None = None,
     ) -> str:
         """Queue a request for the coming steps and return its id. Raises RequestError if it cannot be served.
 
+        priority: lower runs first. timeout: seconds after its arrival when it ends, done or not, with what it has by
+        then and the finish reason "timeout". arrival: `time.perf_counter` when it came, if that was before now.
         Each `step` returns what is new; `requests[request_id]` holds the completions until `abort` forgets them.
         """
         if not isinstance(params, SamplingParams):
@@ -159,9 +173,15 @@ class LLM:
         if request_id is None:
             names = (f"request-{k}" for k in itertools.count(self._count))
             request_id = next(name for name in names if name not in self.requests)
-        if request_id in self.requests and not self._is_done(request_id):
+        if request_id in self.requests and not self.is_done(request_id):
             raise RequestError(f"a request with the id {request_id!r} is running already.")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority must be a whole number, got {priority!r}.")
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and (not number or not timeout > 0):
+            raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
         tokens = self._encode(prompt)
+        arrival = time.perf_counter() if arrival is None else arrival
         eos = () if params.ignore_eos else self.config.eos_token_ids
         stop_ids = frozenset(t for t in (*eos, *params.stop_token_ids) if 0 <= t < self.config.vocab_size)
         if params.min_tokens and len(stop_ids) >= self.num_ids:
@@ -172,9 +192,10 @@ class LLM:
             id=request_id,
             tokens=tokens,
             params=params,
-            metrics=RequestMetrics(arrival=time.perf_counter()),
+            metrics=RequestMetrics(arrival),
             order=self._count,
             priority=priority,
+            deadline=None if timeout is None else arrival + timeout,
             prompt=prompt if isinstance(prompt, str) else None,
             num_prompt=len(tokens),
             num_forks=params.n - 1,
@@ -209,22 +230,24 @@ class LLM:
 
     def _step(self) -> list[tuple[Request, Delta]]:
         start = time.perf_counter()
+        news = [self._tell(r, self._end(r, "timeout")) for r in self.scheduler.overdue(start)]
         plan = self.scheduler.plan()
         if not plan.chunks:
-            if self.scheduler.waiting:
+            hold = self.scheduler.hold()
+            if self.scheduler.waiting and not hold and self.scheduler.may_admit():
                 raise RuntimeError("no request can be scheduled, although some wait: this is a bug in the scheduler")
-            return []
+            time.sleep(min(hold, 0.005))  # a static batch waits to be full
+            return news
         logits = self.runner.run(plan)
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
         rows = [chunk for chunk in plan.chunks for _ in range(chunk.num_logits)]
-        news = []
         for request in {c.request: None for c, good in zip(rows, finite, strict=True) if not good}:
             news.append(self._fail(request, "the model's logits are not finite (NaN or infinity)"))
         live = [r for r, chunk in enumerate(rows) if chunk.request.status is Status.RUNNING]
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
         self.scheduler.commit(plan)
         news += self._advance(plan, logits[live])
-        self._account(plan, time.perf_counter() - start)
+        self._account(plan, start, time.perf_counter())
         return news
 
     def _tell(self, request: Request, delta: Delta) -> tuple[Request, Delta]:
@@ -269,6 +292,7 @@ class LLM:
                 metrics=RequestMetrics(arrival=request.metrics.arrival),
                 order=request.order,
                 priority=request.priority,
+                deadline=request.deadline,
                 index=index,
                 num_prompt=request.num_prompt,
                 num_cached=request.num_cached,
@@ -358,7 +382,8 @@ class LLM:
         elif request.params.stop:
             raise RequestError("stop strings need a tokenizer, and this engine has none.")
 
-    def _is_done(self, request_id: str) -> bool:
+    def is_done(self, request_id: str) -> bool:
+        """Whether all completions of a request have ended (an unknown request is done)."""
         return all(r.status is Status.FINISHED for r in self.requests.get(request_id, []))
 
     def _collect(self, request_id: str) -> RequestOutput:
@@ -389,11 +414,16 @@ class LLM:
 
     # ---- numbers
 
-    def _account(self, plan: Plan, seconds: float) -> None:
+    def _account(self, plan: Plan, start: float, end: float) -> None:
         totals, element = self._totals, self.cache.data.element_size()
         totals["steps"] += 1
-        totals["seconds"] += seconds
+        totals["seconds"] += end - start
         totals["computed_tokens"] += sum(chunk.end - chunk.start for chunk in plan.chunks)
+        totals["padding_tokens"] += plan.num_padding
+        if self.timeline is not None:
+            work = [(c.request.id, c.request.index, c.start, c.end) for c in plan.chunks]
+            used, queue = len(self.pool.blocks) - self.pool.num_free, len(self.scheduler.waiting)
+            self.timeline.append(StepRecord(start, end, work, plan.num_padding, used, queue))
         lengths = [chunk.end for chunk in plan.chunks]
         totals["bytes"] += roofline.step_bytes(self.config, lengths, self.model.embed.weight.element_size(), element)
 
@@ -408,11 +438,14 @@ class LLM:
             "blocks_used": len(pool.blocks) - pool.num_free,
             "kv_bytes_per_token": self.cache.bytes_per_token,
             "preemptions": self.scheduler.num_preemptions,
+            "swaps": self.scheduler.num_swaps,
             "prefix_hit_rate": self.scheduler.num_hit_tokens / max(1, self.scheduler.num_queried_tokens),
             "steps": totals["steps"],
             "computed_tokens": totals["computed_tokens"],
+            "padding_tokens": totals["padding_tokens"],
             "output_tokens": totals["output_tokens"],
             "seconds": totals["seconds"],
+            "bytes_moved": totals["bytes"],
             "tokens_per_second": totals["output_tokens"] / seconds,
             "gb_per_second": totals["bytes"] / seconds / 1e9,
         }

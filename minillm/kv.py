@@ -6,6 +6,8 @@ A cache is one flat array of *slots* per layer. A slot holds the keys, or the va
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,19 @@ def max_tokens_in(num_bytes: int, bytes_per_token: int) -> int:
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
     """How many blocks hold `num_tokens` tokens. The last block may be partly empty."""
+    # exercise 04.1
     return -(-num_tokens // block_size)
+    # end exercise 04.1
+
+
+def slots_for(table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
+    """Cache slots of the tokens at positions start..end-1 of a sequence, in order.
+
+    table: the sequence's blocks, in order; block b holds the slots b * block_size to (b + 1) * block_size - 1.
+    """
+    # exercise 04.2
+    return [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+    # end exercise 04.2
 
 
 def write_kv(cache: Tensor, new: Tensor, slots: Tensor) -> None:
@@ -65,7 +79,10 @@ class KVCache:
             config.num_layers, config.num_kv_heads, config.head_dim, self.data.element_size()
         )
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's keys and values, in every layer (copy-on-write)."""
-        size = self.block_size
-        self.data[:, :, target * size : (target + 1) * size] = self.data[:, :, source * size : (source + 1) * size]
+    def block(self, number: int) -> Tensor:
+        """Keys and values of one block in every layer: [num_layers, 2, block_size, num_kv_heads, head_dim]. A view."""
+        return self.data[:, :, number * self.block_size : (number + 1) * self.block_size]
+
+    def copy_block(self, source: int, target: int, origin: KVCache | None = None) -> None:
+        """Copy one block from another place in this cache (copy-on-write), or from another cache (swapping)."""
+        self.block(target).copy_((origin or self).block(source))

@@ -90,3 +90,48 @@ class RequestMetrics:
 
     def as_dict(self) -> dict[str, float | None]:
         return {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
+
+
+@dataclass
+class StepRecord:
+    """One step of the engine, for timelines: who ran in it.
+
+    work: (request id, completion index, first position, end position) of each request in the step; padding: dead
+    tokens computed beside them; blocks_used and num_waiting: the pool and the queue after the step. Times are
+    `time.perf_counter`.
+    """
+
+    start: float
+    end: float
+    work: list[tuple[str, int, int, int]]
+    padding: int
+    blocks_used: int
+    num_waiting: int
+
+
+def useful_share(timeline: Sequence[StepRecord]) -> float:
+    """Share of all computed tokens, padding included, that belonged to a living request. Nothing computed: 1.0."""
+    # exercise 06.4
+    real = sum(end - start for step in timeline for _, _, start, end in step.work)
+    padded = sum(step.padding for step in timeline)
+    return real / (real + padded) if real + padded else 1.0
+    # end exercise 06.4
+
+
+def goodput(
+    requests: Sequence[RequestMetrics], seconds: float, max_ttft: float, max_tpot: float, max_e2e: float | None = None
+) -> float:
+    """Requests per second that kept every limit of the SLO, over a run of `seconds`.
+
+    A request that did not finish, or gave no token, did not keep them. A limit counts as kept when it is just reached.
+    (The word is DistServe's, arXiv:2401.09670, section 1; there it is the highest such rate that a GPU can take.)
+    """
+    # exercise 07.4
+    good = 0
+    for request in requests:
+        if request.ttft is None or request.tpot is None or request.e2e is None:
+            continue
+        in_time = max_e2e is None or request.e2e <= max_e2e
+        good += request.ttft <= max_ttft and request.tpot <= max_tpot and in_time
+    return good / seconds
+    # end exercise 07.4

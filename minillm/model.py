@@ -22,14 +22,16 @@ class Batch:
     """One step's input. T tokens of N requests, request after request.
 
     token_ids, positions, slots: [T] int64; slots say where in the cache each token's keys and values go.
-    groups: how the attention reads the cache. logit_rows: the places in 0..T-1 whose logits are wanted.
+    layout: where the sequences lie, in the batch and in the cache. logit_rows: the places in 0..T-1 whose logits are
+    wanted. attend: the attention backend.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    groups: list[attention.Group]
+    layout: attention.Layout
     logit_rows: Tensor
+    attend: attention.Attend = attention.sdpa
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -69,9 +71,26 @@ class Linear(nn.Module):
 
     def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias = _empty(out_size, in_size), _empty(out_size) if bias else None
+        self.weight: nn.Parameter | None = _empty(out_size, in_size)
+        self.bias = _empty(out_size) if bias else None
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """On a CPU in float32: keep the weight in the order in which oneDNN reads it, instead of the plain one.
+
+        F.linear reorders it in every call, which costs more than the product where x has 2 to 32 rows. A row of the
+        result is then also the same to the last bit whatever the other rows are. `packed.to_dense()` is the weight.
+        """
+        weight = self.weight
+        if weight is None or weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return
+        if torch.backends.mkldnn.is_available():
+            self.packed, self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
 
@@ -124,7 +143,7 @@ class Block(nn.Module):
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         kv.write_kv(keys, k, batch.slots)
         kv.write_kv(values, v, batch.slots)
-        mixed = attention.paged(q, keys, values, batch.groups, self.dim**-0.5, self.window)
+        mixed = batch.attend(q, keys, values, batch.layout, self.dim**-0.5, self.window)
         x = x + self.o(mixed.flatten(1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -136,10 +155,10 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.windows = {config.window(layer) for layer in range(config.num_layers)}
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # None: the head is the embedding, and from_state puts it here
         self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.frequencies = rope_frequencies(config)
 
@@ -149,7 +168,13 @@ class Transformer(nn.Module):
         with torch.device("meta"):
             model = cls(config)
         model.load_state_dict(state, strict=True, assign=True)
+        if model.head is None:
+            model.head = Linear(0, 0)
+            model.head.weight = model.embed.weight
         model.frequencies = model.frequencies.to(model.embed.weight.device)
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.pack()
         return model.requires_grad_(False).eval()
 
     def forward(self, batch: Batch, cache: kv.KVCache, layers: Sequence[int] | None = None) -> Tensor:
@@ -163,5 +188,5 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, hidden] -> [R, vocab] float32."""
-        weight = self.embed.weight if self.head is None else self.head.weight
-        return F.linear(hidden, weight).float()
+        assert self.head is not None  # from_state put it there
+        return self.head(hidden).float()

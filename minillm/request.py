@@ -87,7 +87,7 @@ def _whole(value: object) -> bool:
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waiting again; its tokens are kept, its KV is not
+    PREEMPTED = "preempted"  # waiting again; its tokens are kept, its KV is dropped or in host memory
     FINISHED = "finished"
 
 
@@ -106,15 +106,18 @@ class Request:
     metrics: RequestMetrics
     order: int = 0  # arrival number: first come, first served
     priority: int = 0  # lower runs first
+    deadline: float | None = None  # `time.perf_counter` at which it ends, done or not
     index: int = 0  # which of the n completions
     prompt: str | None = None
     num_prompt: int = 0
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    swap_table: list[int] = field(default_factory=list)  # its blocks in host memory, while it is swapped out
+    last_step: int = 0  # the last step that computed something of it
     draft: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    finish_reason: str | None = None  # "stop", "length", "abort", "timeout", "error"
     error: str | None = None
     num_cached: int = 0  # prompt tokens that the prefix cache saved, at first admission
     num_forks: int = 0  # completions still to be split off when the prompt is done
@@ -138,11 +141,6 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def sort_key(self) -> tuple[int, int, int]:
-        """Who comes first in the queue, and who is preempted last."""
-        return (self.priority, self.order, self.index)
 
 
 @dataclass

@@ -19,12 +19,13 @@ CPU_KV_LIMIT = 4 * 2**30  # bytes of KV cache on a CPU, unless num_kv_blocks ask
 class Runner:
     """Owns the model and the cache tensors. Knows nothing of queues, sampling or text."""
 
-    def __init__(self, model: Transformer, cache: KVCache) -> None:
-        self.model, self.cache = model, cache
-        self.device, self.dtype = model.embed.weight.device, model.embed.weight.dtype
+    def __init__(self, model: Transformer, cache: KVCache, host: KVCache, attention_backend: str = "auto") -> None:
+        self.model, self.cache, self.device = model, cache, model.embed.weight.device
+        self.host = host  # where swapped-out blocks are
+        self.attend = attention.pick(attention_backend, self.device, model.embed.weight.dtype)
 
     def build(self, plan: Plan) -> Batch:
-        """Lay the chunks of a plan one after another."""
+        """Lay the chunks of a plan one after another. Padding goes last, to the spare block."""
         size = self.cache.block_size
         token_ids: list[int] = []
         positions: list[int] = []
@@ -34,29 +35,30 @@ class Runner:
             request, row = chunk.request, len(token_ids)
             token_ids += request.tokens[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
-            slots += [request.block_table[p // size] * size + p % size for p in range(chunk.start, chunk.end)]
+            slots += kv.slots_for(request.block_table, chunk.start, chunk.end, size)
             logit_rows += range(row + chunk.end - chunk.start - chunk.num_logits, row + chunk.end - chunk.start)
-        groups = attention.make_groups(
+        token_ids += [0] * plan.num_padding
+        positions += [0] * plan.num_padding
+        slots += [self.cache.num_blocks * size] * plan.num_padding
+        layout = attention.Layout(
             [c.end - c.start for c in plan.chunks],
             [c.end for c in plan.chunks],
             [c.request.block_table for c in plan.chunks],
             size,
-            self.model.windows,
-            self.dtype,
-            self.device,
         )
 
         def flat(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-        return Batch(flat(token_ids), flat(positions), flat(slots), groups, flat(logit_rows))
+        return Batch(flat(token_ids), flat(positions), flat(slots), layout, flat(logit_rows), self.attend)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
         """Logits [R, vocab] float32: for each chunk in turn its last `num_logits` positions."""
-        for chunk in plan.chunks:
-            for source, target in chunk.copies:
-                self.cache.copy_block(source, target)
+        for move in plan.moves:
+            origin = self.host if move.kind == "in" else self.cache
+            target = self.host if move.kind == "out" else self.cache
+            target.copy_block(move.source, move.target, origin)
         batch = self.build(plan)
         hidden = self.model(batch, self.cache)
         return self.model.logits(hidden[batch.logit_rows])

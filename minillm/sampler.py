@@ -37,11 +37,13 @@ def penalize(
 
 def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
     """Keep exactly the k[r] largest of each row, the lower id first among equals; 0 keeps all. logits: [R, V]."""
+    # exercise 08.1
     order = logits.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(logits.shape[1], device=logits.device).expand_as(order)
     )
     return logits.masked_fill((rank >= k[:, None]) & (k[:, None] > 0), NEVER)
+    # end exercise 08.1
 
 
 def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
@@ -50,12 +52,14 @@ def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
     Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751). A token stays if those before it do not reach p yet, so
     at least one stays; p = 1 keeps all.
     """
+    # exercise 08.2
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
     reached = probs.cumsum(dim=-1) - probs >= p[:, None]
     reached[:, 0] = False  # the likeliest stays, also where p is too small for float32
     drop = torch.empty_like(reached).scatter_(1, order, reached)
     return logits.masked_fill(drop & (p[:, None] < 1.0), NEVER)
+    # end exercise 08.2
 
 
 def keep_min_p(logits: Tensor, p: Tensor) -> Tensor:
@@ -69,11 +73,13 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
 
     The three numbers are mixed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014) in wrapping 64-bit arithmetic.
     """
+    # exercise 08.3
     columns = torch.arange(size, dtype=torch.int64, device=seeds.device)
     start = _mix(_mix(seeds) + positions)
     bits = _mix(start[:, None] + columns * -7046029254386353131)
     uniform = (((bits >> 41) & (2**23 - 1)).float() + 0.5) * 2.0**-23  # in (0, 1), the ends excluded
     return -(-uniform.log()).log()
+    # end exercise 08.3
 
 
 def _mix(x: Tensor) -> Tensor:

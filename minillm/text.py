@@ -228,22 +228,33 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
+        self._token_bytes = tokenizer.token_bytes  # a function: token id to bytes
+        # exercise 08.5
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # end exercise 08.5
 
     def push(self, id: int) -> str:
         """The text that became certain with this token: often a word, sometimes ""."""
+        # exercise 08.5
         return self._decoder.decode(self._token_bytes(id))
+        # end exercise 08.5
 
     def flush(self) -> str:
-        """The rest, at the end of the request."""
+        """The rest, at the end of the request. Nothing is left afterwards."""
+        # exercise 08.5
         return self._decoder.decode(b"", final=True)
+        # end exercise 08.5
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` could be the beginning of a stop string (0 if none)."""
+    """How many characters at the end of `text` could be the beginning of a stop string (0 if none).
+
+    The longest such end counts, shorter than the stop string itself: `text` holds no whole one.
+    """
+    # exercise 08.4
     possible = ((stop, n) for stop in stops for n in range(1, min(len(stop), len(text) + 1)))
     return max((n for stop, n in possible if text.endswith(stop[:n])), default=0)
+    # end exercise 08.4
 
 
 class StopStrings:

@@ -65,7 +65,8 @@ def test_lessons_show_a_picture_where_there_is_a_widget(stage):
 @pytest.mark.parametrize("ex", EXERCISES, ids=exercise_id)
 def test_stub_has_the_engines_signature_and_nothing_more(ex):
     if ":" not in ex.symbol:
-        assert checker._unanswered(run(source.stub_code(ex))[ex.name])
+        stub = run(source.stub_code(ex))[ex.name]
+        assert callable(stub) or checker._unanswered(stub)  # a function says so when it is called, see the next test
         return
     stub, solution = (ast.parse(text(ex)) for text in (source.stub_code, source.solution_code))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

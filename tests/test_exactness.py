@@ -83,10 +83,15 @@ def test_unchunked_equals_the_plain_path(case) -> None:
     seats=st.integers(1, 8),
     caching=st.booleans(),
     temperature=st.sampled_from([0.0, 1.0]),
+    scheduling=st.sampled_from(["continuous", "continuous", "dynamic", "static"]),
+    policy=st.sampled_from(["priority", "fcfs", "deadline"]),
+    swap_blocks=st.sampled_from([0, 0, 3, 40]),
+    threshold=st.sampled_from([0, 2, 5]),
 )
 def test_any_arrivals_and_aborts(
-    seed, arrivals, aborts, block_size, blocks, chunk, seats, caching, temperature
-) -> None:
+    seed, arrivals, aborts, block_size, blocks, chunk, seats, caching, temperature,
+    scheduling, policy, swap_blocks, threshold,
+) -> None:  # fmt: skip
     """Requests come and go at any step; those that stay get the tokens of their solo run."""
     blocks = max(blocks, -(-24 // block_size))
     model = tiny_model()
@@ -95,13 +100,15 @@ def test_any_arrivals_and_aborts(
     solo = LLM.from_parts(TINY, model, None, enable_prefix_caching=False, num_kv_blocks=64)
     llm = LLM.from_parts(
         TINY, model, None, block_size=block_size, num_kv_blocks=blocks, max_num_batched_tokens=chunk,
-        max_num_seqs=seats, enable_prefix_caching=caching,
+        max_num_seqs=seats, enable_prefix_caching=caching, scheduling=scheduling, scheduling_policy=policy,
+        preemption="swap" if swap_blocks else "recompute", num_swap_blocks=swap_blocks or None,
+        long_prefill_token_threshold=threshold,
     )  # fmt: skip
     got: dict[int, list[int]] = {i: [] for i in range(len(work))}
     for step in range(2000):
         for i, when in enumerate(arrivals):
             if when == step:
-                llm.add_request(work[i], each[i], request_id=str(i))
+                llm.add_request(work[i], each[i], request_id=str(i), priority=i % 2, timeout=1e9 - i)
         for i, when in aborts.items():
             if when == step:
                 llm.abort(str(i))
@@ -117,6 +124,82 @@ def test_any_arrivals_and_aborts(
         expected = solo.generate(prompt, each[i])[0].outputs[0].token_ids
         aborted = i in aborts and aborts[i] >= arrivals[i]
         assert got[i] == expected[: len(got[i])] if aborted else got[i] == expected
+
+
+@pytest.mark.parametrize("scheduling", ["static", "dynamic", "continuous"])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_scheduling_and_preemption_change_no_token(case, scheduling, preemption) -> None:
+    model, work, expected = case
+    options = {"block_size": 4, "num_kv_blocks": 7, "max_num_seqs": 3, "enable_prefix_caching": False}
+    llm = LLM.from_parts(model.config, model, None, scheduling=scheduling, preemption=preemption, **options)
+    assert tokens_of(run(llm, work, GREEDY)) == expected
+    assert llm.scheduler.num_preemptions > 0
+    assert (llm.scheduler.num_swaps > 0) == (preemption == "swap")
+    assert llm.scheduler.swap.num_free == len(llm.scheduler.swap.blocks)
+
+
+def test_swapped_blocks_come_back_byte_for_byte_and_nothing_is_recomputed() -> None:
+    """engines.md: `kv[index].copy_(x)` is a silent no-op, so compare bytes, not flags."""
+    options = {"block_size": 4, "num_kv_blocks": 9, "enable_prefix_caching": False, "preemption": "swap"}
+    llm = tiny_llm(dataclasses.replace(TINY, eos_token_ids=()), **options)
+    ids = [llm.add_request([i + 1] * 9, SamplingParams(max_tokens=12, temperature=0)) for i in range(3)]
+    requests = [llm.requests[i][0] for i in ids]
+    before: dict[str, torch.Tensor] = {}
+    swapped = 0
+
+    def kept(request, cache, table) -> torch.Tensor:
+        slots = [table[p // 4] * 4 + p % 4 for p in range(request.num_computed)]
+        return cache.data[:, :, slots].clone()
+
+    while any(r.need for r in requests if r.finish_reason is None):
+        for request in requests:
+            if request.block_table:
+                before[request.id] = kept(request, llm.cache, request.block_table)
+        llm.step()
+        llm.scheduler.check()
+        for request in requests:
+            if request.swap_table:
+                swapped += 1
+                assert torch.equal(kept(request, llm.runner.host, request.swap_table), before[request.id])
+    assert swapped and llm.stats()["computed_tokens"] == 3 * (9 + 11)
+
+
+def test_a_static_batch_waits_to_be_full_and_a_dynamic_one_does_not() -> None:
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    static = tiny_llm(scheduling="static", max_num_seqs=2, batch_delay=1e6, num_kv_blocks=32)
+    static.add_request([1, 2], params, request_id="a")
+    assert static.step() == [] and not static.scheduler.running  # it waits
+    static.add_request([3], params, request_id="b")
+    static.add_request([4], params, request_id="c")
+    assert {r.id for r, _ in static.step()} == {"a", "b"}  # full
+    static.scheduler.config.batch_delay = 0.0
+    static.step()
+    assert {r.id for r, _ in static.step()} == {"c"}  # waited long enough
+    dynamic = tiny_llm(scheduling="dynamic", max_num_seqs=2, num_kv_blocks=32)
+    dynamic.add_request([1, 2], params, request_id="a")
+    assert [r.id for r, _ in dynamic.step()] == ["a"]
+    dynamic.add_request([3], params, request_id="b")
+    assert [r.id for r, _ in dynamic.step()] == ["a"]  # the batch is closed
+    assert [r.id for r, _ in dynamic.step()] == ["b"]
+
+
+def test_a_padded_batch_computes_a_rectangle() -> None:
+    llm = tiny_llm(dataclasses.replace(TINY, eos_token_ids=()), scheduling="static", max_num_seqs=3, num_kv_blocks=32)
+    llm.timeline = []
+    each = [SamplingParams(max_tokens=n, temperature=0) for n in (1, 2, 5)]
+    run(llm, [[1] * 7, [2] * 4, [3] * 2], each)
+    assert [step.padding for step in llm.timeline] == [3 + 5, 1, 2, 2, 2]
+
+
+def test_padding_reads_and_writes_no_live_slot() -> None:
+    """Everything but what a padded step may use is poisoned; the tokens stay the same."""
+    config = dataclasses.replace(TINY, eos_token_ids=())
+    each = [SamplingParams(max_tokens=n, temperature=0) for n in (1, 9)]
+    expected = tokens_of(run(tiny_llm(config, num_kv_blocks=32), [[1] * 7, [2] * 4], each))
+    llm = tiny_llm(config, scheduling="static", num_kv_blocks=32)
+    llm.cache.data.fill_(float("nan"))
+    assert tokens_of(run(llm, [[1] * 7, [2] * 4], each)) == expected
+    assert llm.stats()["padding_tokens"] > 0
 
 
 def test_a_seed_survives_everything() -> None:

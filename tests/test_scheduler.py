@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import TINY, Scripted, one_hot, run, tiny_llm, tokens_of
@@ -9,6 +11,8 @@ from tiny import TINY, Scripted, one_hot, run, tiny_llm, tokens_of
 from minillm.engine import LLM
 from minillm.errors import RequestError
 from minillm.request import SamplingParams, Status
+
+ENDLESS = replace(TINY, eos_token_ids=())
 
 
 def scripted(**engine: object) -> LLM:
@@ -353,3 +357,97 @@ def test_wrong_arguments_are_refused_with_a_sentence() -> None:
                 call()
     assert SamplingParams(stop=None).stop == [] and SamplingParams(stop="x").stop == ["x"]
     assert not llm.requests
+
+
+def test_decodes_beyond_the_budget_take_turns() -> None:
+    """Six decodes, a budget of 4: nobody waits for more than one step for the next turn, and a new prompt gets in."""
+    llm = tiny_llm(ENDLESS, num_kv_blocks=64, max_num_batched_tokens=4, max_num_seqs=8)
+    for i in range(6):
+        llm.add_request([i + 1], params(40), request_id=str(i))
+    for _ in range(4):
+        llm.step()
+    last = {str(i): 0 for i in range(6)}
+    for step in range(1, 13):
+        for request, _ in llm.step():
+            assert step - last[request.id] <= 2
+            last[request.id] = step
+    llm.add_request([9] * 3, params(1), request_id="new")
+    assert any(request.id == "new" for _ in range(200) for request, _ in llm.step())
+
+
+def test_a_threshold_lets_a_short_prompt_pass_a_long_one() -> None:
+    first = {}
+    for threshold in (0, 4):
+        llm = tiny_llm(ENDLESS, num_kv_blocks=64, max_num_batched_tokens=8, long_prefill_token_threshold=threshold)
+        llm.add_request([1] * 64, params(1), request_id="long")
+        llm.add_request([2] * 4, params(1), request_id="short")
+        done = []
+        while len(done) < 2:
+            done += [request.id for request, _ in llm.step()]
+        first[threshold] = done[0]
+    assert first == {0: "long", 4: "short"}
+    with pytest.raises(RequestError, match="chunked"):
+        tiny_llm(enable_chunked_prefill=False, long_prefill_token_threshold=3)
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "preempted", "swapped"])
+def test_a_timeout_ends_a_request_in_any_state(state: str) -> None:
+    swap = {"preemption": "swap"} if state == "swapped" else {}
+    llm = tiny_llm(ENDLESS, num_kv_blocks=8, block_size=4, max_num_seqs=1 if state == "waiting" else 8, **swap)
+    llm.add_request([1] * 6, params(20), request_id="other")
+    llm.step()
+    llm.add_request([2] * 6, params(20), request_id="x", timeout=1e6, priority=1)
+    while {"waiting": False, "running": llm.requests["x"][0].num_output < 2}.get(
+        state, llm.requests["x"][0].status is not Status.PREEMPTED
+    ):
+        llm.step()
+    assert bool(llm.requests["x"][0].swap_table) == (state == "swapped")
+    llm.requests["x"][0].deadline = 0.0
+    news = llm.step()
+    [(request, delta)] = [(r, d) for r, d in news if r.id == "x"]
+    assert delta.finish_reason == request.finish_reason == "timeout" and not delta.token_ids
+    while not llm.is_done("other"):
+        llm.step()
+        llm.scheduler.check()
+    assert llm.pool.num_free == 8 and llm.scheduler.swap.num_free == len(llm.scheduler.swap.blocks)
+    for wrong in (0, -1, "5", True, float("nan")):
+        with pytest.raises(RequestError, match="timeout"):
+            llm.add_request([1], params(1), timeout=wrong)  # type: ignore[arg-type]
+
+
+def test_policies() -> None:
+    asked = [("a", 1, 9.0), ("b", 0, None), ("c", 0, 5.0), ("d", 0, 8.0), ("e", 1, 1.0)]
+    expected = {"fcfs": "abcde", "priority": "bcdae", "deadline": "cdbea"}
+    policies = {name: name for name in expected} | {"own": lambda request: request.id}
+    for name, policy in policies.items():
+        llm = tiny_llm(ENDLESS, max_num_seqs=1, num_kv_blocks=32, scheduling_policy=policy)
+        for request_id, priority, timeout in asked:
+            now = {} if timeout is None else {"timeout": timeout + 1e6}
+            llm.add_request([1], params(1), request_id=request_id, priority=priority, **now)
+        order = [request.id for _ in asked for request, _ in llm.step()]
+        assert "".join(order) == expected.get(name, "abcde")
+    with pytest.raises(RequestError, match="scheduling_policy"):
+        tiny_llm(scheduling_policy="random")
+
+
+def test_an_error_with_swapped_requests_computes_them_again() -> None:
+    llm = tiny_llm(ENDLESS, num_kv_blocks=9, block_size=4, preemption="swap", enable_prefix_caching=False)
+    solo = tokens_of(run(tiny_llm(ENDLESS, num_kv_blocks=64), [[i + 1] * 9 for i in range(3)], params(12)))
+    ids = [llm.add_request([i + 1] * 9, params(12)) for i in range(3)]
+    while not llm.scheduler.num_swaps:
+        llm.step()
+    build = llm.runner.build
+
+    def breaks(plan):
+        llm.runner.build = build  # type: ignore[method-assign]
+        raise MemoryError
+
+    llm.runner.build = breaks  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        llm.step()
+    llm.scheduler.check()
+    assert llm.scheduler.swap.num_free == len(llm.scheduler.swap.blocks)
+    requests = [llm.requests[i][0] for i in ids]
+    while llm.scheduler.running or llm.scheduler.waiting:
+        llm.step()
+    assert [r.output for r in requests] == solo

@@ -41,10 +41,10 @@ def full_logits(model: Transformer, tokens: Sequence[int]) -> Tensor:
     """Logits of every position, with a cache that is thrown away: [len(tokens), vocab]."""
     count = len(tokens)
     cache = KVCache(model.config, 1, count, torch.float32, "cpu")
-    groups = attention.make_groups([count], [count], [[0]], count, model.windows, torch.float32, "cpu")
+    layout = attention.Layout([count], [count], [[0]], count)
     place = torch.arange(count)
     with torch.inference_mode():
-        return model.logits(model(Batch(torch.tensor(tokens), place, place, groups, place), cache))
+        return model.logits(model(Batch(torch.tensor(tokens), place, place, layout, place), cache))
 
 
 def greedy_reference(model: Transformer, prompt: Sequence[int], count: int) -> list[int]:
@@ -62,7 +62,7 @@ class Scripted(nn.Module):
 
     def __init__(self, script: Callable[[int, int], Tensor], config: ModelConfig = TINY) -> None:
         super().__init__()
-        self.config, self.script, self.windows = config, script, {None}
+        self.config, self.script = config, script
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:

@@ -85,8 +85,8 @@ def forward(model: Transformer, tokens: Ids) -> torch.Tensor:
     count, weight = len(tokens), model.embed.weight
     cache = kv.KVCache(model.config, 1, count, weight.dtype, weight.device)
     ids, places = torch.tensor(tokens, device=weight.device), torch.arange(count, device=weight.device)
-    groups = attention.make_groups([count], [count], [[0]], count, model.windows, weight.dtype, weight.device)
-    return model(Batch(ids, places, places, groups, places[-1:]), cache)
+    layout = attention.Layout([count], [count], [[0]], count)
+    return model(Batch(ids, places, places, layout, places[-1:]), cache)
 
 
 @torch.inference_mode()

@@ -145,11 +145,17 @@ def plug_flops(answer, swap):
     def attention(query, key, value, *_, out_shape=None, **__):
         return sdpa_flop_count(query, key, value)
 
-    llm = make_llm(enable_prefix_caching=False)
+    def linear(x, packed, *_, out_shape=None, **__):
+        return 2 * x[0] * packed[0] * packed[1]  # shapes: [rows, in], [out, in]
+
+    llm = make_llm(enable_prefix_caching=False, attention="sdpa")
     prompt = list(range(1, 41))
     llm.add_request(prompt, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
     llm.step()  # reads the prompt
-    on_cpu = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}  # the counter lacks this one
+    on_cpu = {  # the counter lacks these two
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        torch.ops.mkldnn._linear_pointwise: linear,
+    }
     with FlopCounterMode(display=False, custom_mapping=on_cpu) as torchs:
         llm.step()  # writes one token, which attends to the prompt and itself
     with swap():

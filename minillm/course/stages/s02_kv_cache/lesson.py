@@ -109,12 +109,13 @@ def keys_of(tokens, causal=True):
     count = len(tokens)
     place = torch.arange(count)
     store = kv.KVCache(config, num_blocks=1, block_size=count, dtype=torch.float32, device="cpu")
-    groups = attention.make_groups([count], [count], [[0]], count, tiny.windows, torch.float32, "cpu")
+    layout = attention.Layout([count], [count], [[0]], count)
     if not causal:
         # the float mask that is added to scores: 0 = visible, -inf = hidden
-        groups[0].masks[None].zero_()  # nothing is hidden: every token sees every other
+        layout.made["groups"] = groups = layout.groups(place.device)
+        groups[0].masks[None] = torch.zeros(1, 1, count, count)  # nothing is hidden: every token sees every other
     with torch.inference_mode():
-        tiny(Batch(torch.tensor(tokens), place, place, groups, place), store)
+        tiny(Batch(torch.tensor(tokens), place, place, layout, place), store)
     return store.keys
 
 

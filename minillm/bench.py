@@ -1,0 +1,167 @@
+"""A load generator: send requests as a workload says, and report what users and the operator see.
+
+Three ways to load a system. *Offline*: everything is there at the start; throughput counts. *Open loop*
+(`request_rate`): requests arrive by a Poisson process, whether the system keeps up or not, as users do. *Closed loop*
+(`concurrency`): so many users, each of whom sends the next request when the last is answered; it can never overload the
+system, so it hides queueing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from . import metrics
+from .engine import LLM
+from .errors import RequestError
+from .metrics import RequestMetrics, StepRecord
+from .request import Request, SamplingParams, Status
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Item:
+    """One request of a workload. arrival: seconds after the start; a closed loop leaves it out."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrival: float = 0.0
+    priority: int = 0
+    timeout: float | None = None
+
+
+def workload(
+    num_requests: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    vocab_size: int,
+    request_rate: float | None = None,
+    prefix_len: int = 0,
+    seed: int = 0,
+) -> list[Item]:
+    """Random prompts of token ids: the first `prefix_len` tokens are the same in all, the rest are each one's own.
+
+    input_len, output_len: (least, most), uniform; input_len does not count the prefix. request_rate: mean arrivals per
+    second; the gaps are exponential (a Poisson process). None: all arrive at 0.
+    """
+    draw, now = random.Random(seed), 0.0
+    prefix = [draw.randrange(vocab_size) for _ in range(prefix_len)]
+    items = []
+    for _ in range(num_requests):
+        own = [draw.randrange(vocab_size) for _ in range(draw.randint(*input_len))]
+        items.append(Item(prefix + own, draw.randint(*output_len), now))
+        now += draw.expovariate(request_rate) if request_rate else 0.0
+    return items
+
+
+@dataclass
+class Report:
+    """What a run measured. Times in seconds; `percentiles[name][p]` for ttft, tpot, itl (inter-token latency), e2e."""
+
+    seconds: float
+    num_requests: int
+    num_refused: int
+    num_timed_out: int
+    input_tokens: int
+    output_tokens: int
+    output_tokens_per_second: float
+    requests_per_second: float
+    percentiles: dict[str, dict[int, float]]
+    goodput: float | None  # requests per second within the SLO
+    kv_usage_mean: float  # share of the pool's blocks in use, over the steps' time
+    kv_usage_max: float
+    prefix_hit_rate: float
+    preemptions: float
+    useful_share: float
+    gb_per_second: float
+    requests: list[RequestMetrics] = field(repr=False, default_factory=list)
+    timeline: list[StepRecord] = field(repr=False, default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: everything but the single requests and steps."""
+        return {name: value for name, value in asdict(self).items() if name not in ("requests", "timeline")}
+
+
+def run(
+    llm: LLM,
+    items: Sequence[Item],
+    params: SamplingParams | None = None,
+    concurrency: int | None = None,
+    slo: tuple[float, float] | None = None,
+    progress: bool = False,
+) -> Report:
+    """Send the workload and wait for the last answer.
+
+    params: what all requests share (default: greedy, end tokens ignored); max_tokens comes from each item.
+    concurrency: closed loop with so many users; arrivals are then ignored. slo: (largest TTFT, largest TPOT), seconds.
+    """
+    shared = asdict(params or SamplingParams(temperature=0.0, ignore_eos=True)) | {"max_tokens": 0}
+    before, hits, queried = llm.stats(), llm.scheduler.num_hit_tokens, llm.scheduler.num_queried_tokens
+    llm.timeline, todo = [], list(items)[::-1]
+    live: dict[str, list[Request]] = {}
+    done: list[Request] = []
+    refused, start = 0, time.perf_counter()
+    with tqdm(total=len(items), unit="request", disable=not progress) as bar:
+        while todo or live:
+            now = time.perf_counter() - start
+            while todo and (len(live) < concurrency if concurrency else todo[-1].arrival <= now):
+                item = todo.pop()
+                one = SamplingParams(**shared | {"max_tokens": item.max_tokens, "min_tokens": 0})
+                try:
+                    # it counts from when it should have come, also if a step was under way
+                    arrival = None if concurrency else start + item.arrival
+                    name = llm.add_request(item.prompt, one, None, item.priority, item.timeout, arrival)
+                except RequestError:
+                    refused += 1
+                    bar.update()
+                    continue
+                live[name] = llm.requests[name]
+            if not live:
+                time.sleep(max(0.0, todo[-1].arrival - now) if todo else 0.0)
+                continue
+            llm.step()
+            for name in [name for name, all_ in live.items() if all(r.status is Status.FINISHED for r in all_)]:
+                done += live.pop(name)
+                llm.abort(name)
+                bar.update()
+    seconds, timeline, llm.timeline = time.perf_counter() - start, llm.timeline, None
+    after = llm.stats()
+    steps = sum(step.end - step.start for step in timeline) or 1.0
+    usage = [step.blocks_used / len(llm.pool.blocks) for step in timeline]
+    found = {"ttft": [r.metrics.ttft for r in done], "tpot": [r.metrics.tpot for r in done]}
+    found["e2e"] = [r.metrics.e2e for r in done]
+    times = [r.metrics.token_times for r in done]
+    found["itl"] = [b - a for one in times for a, b in itertools.pairwise(one)]
+    percentiles = {
+        name: {p: metrics.percentile([v for v in values if v is not None], p) for p in PERCENTILES}
+        for name, values in found.items()
+    }
+    output_tokens = sum(r.num_output for r in done)
+    whole = [r.metrics for r in done if r.finish_reason in ("stop", "length")]
+    return Report(
+        seconds=seconds,
+        num_requests=len(items),
+        num_refused=refused,
+        num_timed_out=sum(r.finish_reason == "timeout" for r in done),
+        input_tokens=sum(r.num_prompt for r in done),
+        output_tokens=output_tokens,
+        output_tokens_per_second=output_tokens / seconds,
+        requests_per_second=len(done) / seconds,
+        percentiles=percentiles,
+        goodput=metrics.goodput(whole, seconds, *slo) if slo else None,
+        kv_usage_mean=sum(u * (step.end - step.start) for u, step in zip(usage, timeline, strict=True)) / steps,
+        kv_usage_max=max(usage, default=0.0),
+        prefix_hit_rate=(llm.scheduler.num_hit_tokens - hits) / max(1, llm.scheduler.num_queried_tokens - queried),
+        preemptions=after["preemptions"] - before["preemptions"],
+        useful_share=metrics.useful_share(timeline),
+        gb_per_second=(after["bytes_moved"] - before["bytes_moved"]) / steps / 1e9,
+        requests=[r.metrics for r in done],
+        timeline=timeline,
+    )

@@ -1,0 +1,63 @@
+"""The load generator: the load is what was asked for, and the numbers add up."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import replace
+
+import pytest
+from tiny import TINY, tiny_llm
+
+from minillm import bench
+from minillm.metrics import RequestMetrics, StepRecord, goodput, useful_share
+
+ENDLESS = replace(TINY, eos_token_ids=())
+
+
+def test_workload() -> None:
+    items = bench.workload(400, (3, 9), (2, 5), 96, request_rate=10.0, prefix_len=7, seed=1)
+    assert {tuple(item.prompt[:7]) for item in items} == {tuple(items[0].prompt[:7])}
+    assert {len(item.prompt) for item in items} == set(range(10, 17))
+    assert {item.max_tokens for item in items} == {2, 3, 4, 5}
+    gaps = [b.arrival - a.arrival for a, b in itertools.pairwise(items)]
+    assert items[0].arrival == 0.0 and statistics.mean(gaps) == pytest.approx(0.1, rel=0.2)
+    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.3)  # exponential: mean = standard deviation
+    assert items == bench.workload(400, (3, 9), (2, 5), 96, request_rate=10.0, prefix_len=7, seed=1)
+
+
+@pytest.mark.parametrize("load", ["offline", "open", "closed"])
+@pytest.mark.parametrize("scheduling", ["static", "dynamic", "continuous"])
+def test_run(load, scheduling) -> None:
+    llm = tiny_llm(ENDLESS, num_kv_blocks=64, max_num_seqs=4, scheduling=scheduling)
+    items = bench.workload(10, (3, 20), (2, 9), 96, request_rate=300.0 if load == "open" else None)
+    report = bench.run(llm, items, concurrency=2 if load == "closed" else None, slo=(10.0, 10.0))
+    assert report.output_tokens == sum(item.max_tokens for item in items)
+    assert report.input_tokens == sum(len(item.prompt) for item in items)
+    assert report.goodput == pytest.approx(10 / report.seconds)
+    work = [(name, end) for step in report.timeline for name, _, _, end in step.work]
+    assert len({name for name, _ in work}) == 10
+    assert max(len(step.work) for step in report.timeline) <= (2 if load == "closed" else 4)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(report.timeline))
+    assert (report.useful_share == 1.0) == (scheduling == "continuous")
+    assert 0 < report.kv_usage_mean <= report.kv_usage_max <= 1
+    for name, most in (("ttft", report.seconds), ("tpot", report.seconds), ("itl", report.seconds)):
+        assert 0 < report.percentiles[name][50] <= report.percentiles[name][99] <= most
+    assert "requests" not in report.as_dict() and report.as_dict()["num_requests"] == 10
+    assert llm.timeline is None and not llm.requests
+
+
+def test_what_cannot_be_served_is_counted() -> None:
+    llm = tiny_llm(ENDLESS, num_kv_blocks=4)
+    items = [bench.Item([1] * 200, 3), bench.Item([1, 2], 3), bench.Item([1, 2], 40, timeout=1e-9)]
+    report = bench.run(llm, items)
+    assert (report.num_refused, report.num_timed_out, report.output_tokens) == (1, 1, 3)
+
+
+def test_useful_share_and_goodput() -> None:
+    step = StepRecord(0, 1, [("a", 0, 0, 6), ("b", 0, 4, 5)], 3, 2, 0)
+    assert useful_share([step, step]) == 0.7 and useful_share([]) == 1.0
+    good = RequestMetrics(0.0, [1.0, 1.5, 2.0], 2.0)
+    slow, lost = RequestMetrics(0.0, [3.0, 3.5], 3.5), RequestMetrics(0.0, [0.1])
+    assert goodput([good, slow, lost], 4.0, max_ttft=1.0, max_tpot=0.5) == 0.25
+    assert goodput([good], 4.0, 1.0, 0.5, max_e2e=1.9) == 0.0
