@@ -53,11 +53,11 @@ class KVPool:
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool = True,
-        hash_fn: Callable[[bytes, Sequence[int]], bytes] = block_digest,
+        hash_fn: Callable[[bytes, Sequence[int]], bytes] | None = None,  # None: block_digest
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.hash_fn = hash_fn
+        self.hash_fn = hash_fn or block_digest
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.published: dict[bytes, int] = {}

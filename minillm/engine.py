@@ -70,6 +70,7 @@ class LLM:
         self.scheduler = Scheduler(engine, self.pool, self.max_model_len, num_swap)
         self.runner = runner.Runner(model, self.cache, host, engine.attention)
         self.num_ids = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
+        self.eos_ids = (*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ()))  # a file may name some only once
         self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
         self._listeners: dict[str, deque[Delta]] = {}
         self._count = 0  # requests so far
@@ -182,7 +183,7 @@ class LLM:
             raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
         tokens = self._encode(prompt)
         arrival = time.perf_counter() if arrival is None else arrival
-        eos = () if params.ignore_eos else self.config.eos_token_ids
+        eos = () if params.ignore_eos else self.eos_ids
         stop_ids = frozenset(t for t in (*eos, *params.stop_token_ids) if 0 <= t < self.config.vocab_size)
         if params.min_tokens and len(stop_ids) >= self.num_ids:
             raise RequestError("min_tokens cannot be met: every token is a stop token.")

@@ -14,7 +14,7 @@ class Pieces:
 
     def __init__(self, *pieces: bytes | str) -> None:
         self.pieces = [p.encode() if isinstance(p, str) else p for p in pieces]
-        self.vocab_size = TINY.vocab_size
+        self.vocab_size, self.eos_ids = TINY.vocab_size, ()
 
     def token_bytes(self, token: int) -> bytes:
         return self.pieces[token - 2] if 2 <= token < len(self.pieces) + 2 else b""

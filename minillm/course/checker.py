@@ -383,7 +383,7 @@ class Tester:
             self._fail(Failure("raised", call, str(got.error), lines, note))
             return
         lines = [("call", call), ("got", show(got)), ("expected", f"{error.__name__} is raised")]
-        self._fail(Failure("value", call, got, lines, note))
+        self._fail(Failure("not raised", call, got, lines, note))
 
     @contextlib.contextmanager
     def unchanged(self, *objects: Any, what: str = "an object that must stay as it is") -> Iterator[None]:
@@ -555,7 +555,9 @@ def diagnose(ex: Exercise, answer: Any, case: int) -> Any:
     wrong = [i for i, outcome in enumerate(mine) if outcome[0] != "ok"]
     best, most = None, 0
     for mutant in ex.mutants:
-        theirs = _outcomes(ex, mutant.obj)
+        if mutant.name not in ex.outcomes:
+            ex.outcomes[mutant.name] = _outcomes(ex, mutant.obj)
+        theirs = ex.outcomes[mutant.name]
         same = [a[0] == b[0] and difference(a[1], b[1]) is None for a, b in zip(mine, theirs, strict=False)]
         if (
             len(same) <= case

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Exercise:
     plug_in: Callable[[Any, Callable[[], Any]], None] | None = None
     stub: str = ""
     solution: str = ""
+    outcomes: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # what each mutant did, kept
 
     def __post_init__(self) -> None:
         wrong = []
