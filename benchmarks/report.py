@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PICTURE = "docs/cpu_peers.png"  # of peers_table's rows
 
 
 def demo_table(report: dict) -> str:
@@ -32,11 +33,69 @@ def demo_table(report: dict) -> str:
     return "\n".join(lines)
 
 
+def peers_table(report: dict) -> str:
+    """The comparison with other engines as a Markdown table, what was asked for, and what it was measured on."""
+    machine = report["machine"]
+    head = ("engine", "weights", "tokens/s", "against minillm", "TTFT, s", "TPOT, ms", "share of bandwidth",
+            "same tokens")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for key, work in report["workloads"].items():
+        rows = [row for row in report["rows"] if row["workload"] == key]
+        lines += [f"| **{_asked(work)}** " + "| " * (len(head) - 1) + "|"] if rows else []
+        lines += ["| " + " | ".join(_peers_cells(row)) + " |" for row in rows]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines += [
+        "",
+        f"{report['model']} on a {machine['name']}, measured "
+        f"{machine['bandwidth'] / 1e9:.0f} GB/s and {machine['flops'] / 1e9:.0f} GFLOP/s; {versions}. All got the same "
+        "token ids, greedy. TTFT and TPOT are medians over the requests, waiting included. Same tokens: share of the "
+        f"requests whose output equals minillm's. Made by `{report['command']}`, stored in "
+        "`benchmarks/results/cpu.json`.",
+    ]
+    if (ROOT / PICTURE).exists():
+        lines[:0] = [f"![The rows of this table as a picture]({PICTURE})", ""]
+    return "\n".join(lines)
+
+
+def _asked(work: dict) -> str:
+    """What a workload asks for, in words."""
+
+    def span(counts: list[int]) -> str:
+        low, high = min(counts), max(counts)
+        return f"{low}" if low == high else f"{low} to {high}"
+
+    count = f"{work['requests']} requests" if work["requests"] > 1 else "one request"
+    return f"{work['title']}: {count}, {span(work['prompt_tokens'])} tokens in, {span(work['output_tokens'])} out"
+
+
+def _peers_cells(row: dict) -> list[str]:
+    name = row["peer"].removesuffix(" f32").removesuffix(" Q4_1") + (f": {row['mode']}" if row["mode"] else "")
+    if row["error"]:
+        return [name, row["weights"], f"did not run: {row['error'].replace('|', '/')}", *[""] * 5]
+
+    def show(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
+    ttft = show(row["ttft"], "{:.2f}")
+    if row["ttft_cold"] is not None:
+        ttft = f"first {row['ttft_cold']:.2f}, others {row['ttft_warm']:.2f}"
+    return [name, row["weights"], show(row["tokens_per_second"], "{:.1f}"), show(row["relative"], "{:.2f}x"), ttft,
+            f"{row['tpot'] * 1e3:.0f}",
+            show(row["share_of_bandwidth"], "{:.0%}"), show(row["same_tokens"], "{:.0%}")]  # fmt: skip
+
+
+# marker in the README: the stored result, and what makes text of it
+PARTS = {"demo": ("demo_cpu.json", demo_table), "peers": ("cpu.json", peers_table)}
+
+
 def render(text: str) -> str:
-    """The README with the generated parts replaced."""
-    report = json.loads((ROOT / "benchmarks/results/demo_cpu.json").read_text())
-    pattern = r"(<!-- demo -->\n).*?(<!-- /demo -->)"
-    return re.sub(pattern, lambda m: m[1] + demo_table(report) + "\n" + m[2], text, flags=re.S)
+    """The README with the generated parts replaced. A part whose result is not there is empty."""
+    for name, (file, make) in PARTS.items():
+        path = ROOT / "benchmarks/results" / file
+        part = make(json.loads(path.read_text(encoding="utf-8"))) + "\n" if path.exists() else ""
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text = re.sub(pattern, lambda m, part=part: m[1] + part + m[2], text, flags=re.S)
+    return text
 
 
 if __name__ == "__main__":

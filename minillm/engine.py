@@ -70,7 +70,7 @@ class LLM:
         self.scheduler = Scheduler(engine, self.pool, self.max_model_len, num_swap)
         self.runner = runner.Runner(model, self.cache, host, engine.attention)
         self.num_ids = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
-        self.eos_ids = (*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ()))  # a file may name some only once
+        self.eos_ids = (*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ()))  # either may know more
         self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
         self._listeners: dict[str, deque[Delta]] = {}
         self._count = 0  # requests so far

@@ -163,8 +163,11 @@ class Transformer(nn.Module):
         self.frequencies = rope_frequencies(config)
 
     @classmethod
-    def from_state(cls, config: ModelConfig, state: dict[str, Tensor]) -> Transformer:
-        """Build around existing weights, without first making random ones. Names and shapes must match exactly."""
+    def from_state(cls, config: ModelConfig, state: dict[str, Tensor], pack: bool = True) -> Transformer:
+        """Build around existing weights, without first making random ones. Names and shapes must match exactly.
+
+        pack: see `Linear.pack`; without it the products are the same, bit by bit, as F.linear's.
+        """
         with torch.device("meta"):
             model = cls(config)
         model.load_state_dict(state, strict=True, assign=True)
@@ -173,7 +176,7 @@ class Transformer(nn.Module):
             model.head.weight = model.embed.weight
         model.frequencies = model.frequencies.to(model.embed.weight.device)
         for module in model.modules():
-            if isinstance(module, Linear):
+            if pack and isinstance(module, Linear):
                 module.pack()
         return model.requires_grad_(False).eval()
 

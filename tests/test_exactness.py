@@ -242,7 +242,7 @@ def test_the_comparison_can_fail(damage: str, monkeypatch: pytest.MonkeyPatch) -
 
     model, work, params = tiny_model(), [9, 8, 7, 6, 5, 4, 3, 2, 1], SamplingParams(max_tokens=8, temperature=0)
     expected = greedy_reference(model, work, 8)
-    llm = LLM.from_parts(TINY, model, None, block_size=4, num_kv_blocks=16, max_num_batched_tokens=4)
+    llm = LLM.from_parts(TINY, model, None, block_size=4, num_kv_blocks=16, max_num_batched_tokens=4, attention="sdpa")
     assert llm.generate(work, params)[0].outputs[0].token_ids == expected
     llm.generate([1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(max_tokens=1))
     mask, build = attention.causal_mask, Runner.build
