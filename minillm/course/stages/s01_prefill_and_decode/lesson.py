@@ -34,6 +34,7 @@ from minillm import LLM, SamplingParams, roofline
 from minillm.config import ModelConfig
 from minillm.course import compare, predict, quiz, show_source
 from minillm.course.widgets import slider_plot
+from minillm.model import Linear
 from minillm.request import Request
 
 predict("01.read", None, "tokens")
@@ -355,18 +356,19 @@ print(f"so many of those would take {counter.calls * start_price * 1e3:.1f} ms")
 print(f"a whole step for one request took {step_seconds['write, 1 request'] * 1e3:.1f} ms")
 
 # %%
-inner = [weight for weight in llm.model.layers.parameters() if weight.dim() == 2]  # the layers' matrices
+inner = [part for part in llm.model.layers.modules() if isinstance(part, Linear)]  # the layers' matrices
+widths = [(part.weight if part.packed is None else part.packed).shape[1] for part in inner]
 
 
 @torch.inference_mode()
 def products_alone(requests, start, tokens):
     """Seconds of a step's matrix products: the layers' for all tokens, the output head's for one of each request."""
-    x = {width: torch.randn(requests * tokens, width) for width in {w.shape[1] for w in inner}}
+    x = {width: torch.randn(requests * tokens, width) for width in widths}
 
     def products():
-        for w in inner:
-            F.linear(x[w.shape[1]], w)
-        F.linear(x[config.hidden_size][:requests], output_head)
+        for part, width in zip(inner, widths, strict=True):
+            part(x[width])
+        llm.model.head(x[config.hidden_size][:requests])
 
     return median_seconds(products, repeats=3)
 
