@@ -13,7 +13,8 @@ source, with a C++ compiler, in some minutes; here without AVX-512 and AMX, for 
 Three workloads. Prompts are pieces of the LICENSE file; the end token is ignored, so that all do the same work.
   a  one stream: one prompt, 64 new tokens
   b  mixed lengths: 32 requests at once, prompts of 16 to 256 tokens, outputs of 8 to 512, both log-uniform, so that few
-     requests are long: in real traces lengths have such a tail (BurstGPT, arXiv:2401.17644, models them as Zipf)
+     requests are long: in real traces lengths have such a tail (BurstGPT, arXiv:2401.17644, models them as Zipf).
+     "Memory of 8 seats": blocks for 8 requests of the longest prompt and output, what 8 seats of a static batch reserve
   c  shared prefix: 32 requests, one after another, with the same 512 tokens and then 16 of their own; 16 new tokens
 
 Each engine runs in a process of its own, with a limit for each run: a crash, a hang or a missing package becomes a row
@@ -106,6 +107,7 @@ def rows() -> list[Row]:
         row("a", "transformers", "continuous batching", seats=1, continuous=True),
         *(row("a", peer, "", seats=1) for peer in llamas),
         row("b", "minillm", "continuous, 32 seats", seats=32, scheduling="continuous"),
+        row("b", "minillm", "continuous, memory of 8 seats", seats=32, reserved=8, scheduling="continuous"),
         row("b", "minillm", "continuous, 8 seats", seats=8, scheduling="continuous"),
         row("b", "minillm", "dynamic, 8 seats", seats=8, scheduling="dynamic"),
         row("b", "minillm", "static, 8 seats", seats=8, scheduling="static"),

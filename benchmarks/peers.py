@@ -41,8 +41,12 @@ class Minillm:
         self.config, self.model = llm.config, llm.model
         self.versions = {"minillm": __version__}
 
-    def run(self, requests: list[tuple[Ids, int]], seats: int, **options: Any) -> Result:
+    def run(self, requests: list[tuple[Ids, int]], seats: int, reserved: int | None = None, **options: Any) -> Result:
+        """reserved: the memory that so many seats would take if each had room for the longest prompt and output."""
         blocks = sum(kv.blocks_needed(len(prompt) + count, 16) for prompt, count in requests)
+        if reserved is not None:
+            longest = max(len(prompt) for prompt, _ in requests) + max(count for _, count in requests)
+            blocks = reserved * kv.blocks_needed(longest, 16)
         llm = LLM.from_parts(self.config, self.model, None, num_kv_blocks=blocks, max_num_seqs=seats, **options)
         start = time.perf_counter()
         for i, (prompt, count) in enumerate(requests):

@@ -235,7 +235,8 @@ class EngineConfig:
     is not full waits for more. scheduling_policy: "priority", "fcfs", "deadline", or a function from a request to a
     sort key. preemption: "recompute", or "swap" to host memory with room for `num_swap_blocks` (None: as many as the
     pool has). long_prefill_token_threshold: most tokens of one request in a step (0: no limit but the budget).
-    attention: "auto", or a backend's name, see attention.py.
+    attention: "auto", "triton" (see gpu_runner.py), or a backend's name, see attention.py. enforce_eager: no CUDA
+    graphs. kv_cache_dtype: "auto" is the model's; "int8" and "fp8" are read by the triton kernels only.
     """
 
     block_size: int = 16
@@ -253,6 +254,8 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     attention: str = "auto"
+    enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -272,6 +275,7 @@ class EngineConfig:
             "scheduling": ("continuous", "dynamic", "static"),
             "scheduling_policy": ("priority", "fcfs", "deadline"),
             "preemption": ("recompute", "swap"),
+            "kv_cache_dtype": ("auto", "int8", "fp8"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)

@@ -22,9 +22,11 @@ from .errors import RequestError
 from .metrics import RequestMetrics, StepRecord
 from .model import Transformer
 from .request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams, Status
+from .runner import Flight
 from .scheduler import Chunk, Plan, Scheduler
 
 Prompt = str | Sequence[int]
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 
 class LLM:
@@ -64,12 +66,14 @@ class LLM:
         num_blocks = engine.num_kv_blocks or runner.default_num_blocks(config, engine, length, weight)
         self.max_model_len = min(length, num_blocks * engine.block_size)
         num_swap = (engine.num_swap_blocks or num_blocks) if engine.preemption == "swap" else 0
-        self.cache = kv.KVCache(config, num_blocks, engine.block_size, weight.dtype, weight.device)
-        host = kv.KVCache(config, num_swap, engine.block_size, weight.dtype, "cpu")
+        kind = runner.cache_dtype(engine.kv_cache_dtype, weight.dtype)
+        self.cache = kv.KVCache(config, num_blocks, engine.block_size, kind, weight.device)
+        host = kv.KVCache(config, num_swap, engine.block_size, kind, "cpu")
         self.pool = KVPool(num_blocks, engine.block_size, engine.enable_prefix_caching)
         self.scheduler = Scheduler(engine, self.pool, self.max_model_len, num_swap)
-        self.runner = runner.Runner(model, self.cache, host, engine.attention)
         self.num_ids = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
+        self.runner = runner.make_runner(model, self.cache, host, engine, self.max_model_len, self.num_ids)
+        self._flight: Flight | None = None  # a step that was started and not looked at yet
         self.eos_ids = (*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ()))  # either may know more
         self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
         self._listeners: dict[str, deque[Delta]] = {}
@@ -226,29 +230,49 @@ class LLM:
         try:
             return self._step()
         except BaseException:
+            self._flight = None
             self.scheduler.restart()
             raise
 
     def _step(self) -> list[tuple[Request, Delta]]:
         start = time.perf_counter()
         news = [self._tell(r, self._end(r, "timeout")) for r in self.scheduler.overdue(start)]
-        plan = self.scheduler.plan()
-        if not plan.chunks:
-            hold = self.scheduler.hold()
-            if self.scheduler.waiting and not hold and self.scheduler.may_admit():
-                raise RuntimeError("no request can be scheduled, although some wait: this is a bug in the scheduler")
-            time.sleep(min(hold, 0.005))  # a static batch waits to be full
-            return news
-        logits = self.runner.run(plan)
-        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
-        rows = [chunk for chunk in plan.chunks for _ in range(chunk.num_logits)]
-        for request in {c.request: None for c, good in zip(rows, finite, strict=True) if not good}:
-            news.append(self._fail(request, "the model's logits are not finite (NaN or infinity)"))
-        live = [r for r, chunk in enumerate(rows) if chunk.request.status is Status.RUNNING]
-        plan.chunks = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
-        self.scheduler.commit(plan)
-        news += self._advance(plan, logits[live])
-        self._account(plan, start, time.perf_counter())
+        flight, self._flight = self._flight, None
+        if flight is None:
+            plan = self.scheduler.plan()
+            if not plan.chunks:
+                hold = self.scheduler.hold()
+                if self.scheduler.waiting and not hold and self.scheduler.may_admit():
+                    raise RuntimeError("no request can be scheduled, although some wait: this is a bug in the scheduler")
+                time.sleep(min(hold, 0.005))  # a static batch waits to be full
+                return news
+            if not self._sampled_on_device(plan):
+                news += self._advance(plan, self.runner.run(plan))
+                self._account(plan, start, time.perf_counter())
+                return news
+            flight = self.runner.start(plan)
+        after = self.scheduler.ahead(flight.plan)
+        if after is not None:  # the CPU's work on this step then hides behind the GPU's on the next
+            self._flight = self.runner.start(after, flight)
+        news += self._land(flight)
+        self._account(flight.plan, start, time.perf_counter())
+        return news
+
+    def _sampled_on_device(self, plan: Plan) -> bool:
+        """Whether all that is wanted of this step is a token for each request, and the runner can sample it."""
+        return self.runner.samples and all(c.request.needs_only_token for c in plan.chunks)
+
+    def _land(self, flight: Flight) -> list[tuple[Request, Delta]]:
+        """Book a step whose tokens were sampled on the device. Requests that ended while it ran are left out."""
+        rows = list(zip(flight.rows, flight.tokens(), strict=True))
+        running = [(request, token) for request, token in rows if request.status is Status.RUNNING]
+        news = [self._fail(request, NOT_FINITE) for request, token in running if token < 0]
+        flight.plan.chunks = [chunk for chunk in flight.plan.chunks if chunk.request.status is Status.RUNNING]
+        self.scheduler.commit(flight.plan)
+        now = time.perf_counter()
+        for request, token in running:
+            if token >= 0:
+                news.append(self._tell(request, self._accept(request, token, None, now)))
         return news
 
     def _tell(self, request: Request, delta: Delta) -> tuple[Request, Delta]:
@@ -258,11 +282,19 @@ class LLM:
         return request, delta
 
     def _advance(self, plan: Plan, logits: Tensor) -> list[tuple[Request, Delta]]:
-        """Sample a token for each request whose tokens are all computed."""
+        """Book a step that gave logits; sample a token for each request whose tokens are all computed."""
+        news = []
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+        owned = [chunk for chunk in plan.chunks for _ in range(chunk.num_logits)]
+        for request in {c.request: None for c, good in zip(owned, finite, strict=True) if not good}:
+            news.append(self._fail(request, NOT_FINITE))
+        if not all(finite):
+            logits = logits[[r for r, chunk in enumerate(owned) if chunk.request.status is Status.RUNNING]]
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
+        self.scheduler.commit(plan)
         row = 0
         owners: list[Request] = []
         picked: list[int] = []
-        news = []
         for chunk in plan.chunks:
             request, row = chunk.request, row + chunk.num_logits
             if request.params.prompt_logprobs is not None:
@@ -276,7 +308,8 @@ class LLM:
             owners += siblings
             picked += [row - 1] * len(siblings)
         if owners:
-            tokens = sampler.sample(logits[picked], owners, [r.seed for r in owners], self.num_ids)
+            rows = logits if picked == list(range(len(logits))) else logits[picked]
+            tokens = sampler.sample(rows, owners, [r.seed for r in owners], self.num_ids)
             now = time.perf_counter()
             for request, token, place in zip(owners, tokens, picked, strict=True):
                 news.append(self._tell(request, self._accept(request, token, logits[place], now)))
@@ -306,13 +339,13 @@ class LLM:
             children.append(child)
         return children
 
-    def _accept(self, request: Request, token: int, logits: Tensor, now: float) -> Delta:
+    def _accept(self, request: Request, token: int, logits: Tensor | None, now: float) -> Delta:
         """Add a sampled token to its request: text, stop conditions, log probabilities."""
         params = request.params
         request.tokens.append(token)
         request.metrics.token_times.append(now)
         self._totals["output_tokens"] += 1
-        if params.logprobs is not None:
+        if params.logprobs is not None and logits is not None:
             request.logprobs.append(sampler.top_logprobs(logits.log_softmax(-1), token, params.logprobs))
         count = request.num_output
         if token in request.stop_ids:

@@ -7,6 +7,7 @@ A cache is one flat array of *slots* per layer. A slot holds the keys, or the va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,11 +60,25 @@ def write_kv(cache: Tensor, new: Tensor, slots: Tensor) -> None:
     # end exercise 02.2
 
 
+@dataclass
+class LayerCache:
+    """Keys and values of one layer: [num_slots, num_kv_heads, head_dim]; scales, in int8 and fp8: without the last.
+
+    A number is what is stored times its scale. There is one scale for each token and KV head, so it moves with its
+    block.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+
 class KVCache:
     """Keys and values of all layers, for `num_blocks` blocks and one spare block that padding may write to.
 
     `keys[layer]` and `values[layer]` are [num_slots, num_kv_heads, head_dim]. The spare block has the number
-    `num_blocks`; no request ever owns it.
+    `num_blocks`; no request ever owns it. In int8 and fp8, `scales` is [num_layers, 2, num_slots, num_kv_heads].
     """
 
     def __init__(
@@ -73,11 +88,20 @@ class KVCache:
         num_slots = (num_blocks + 1) * block_size
         shape = (config.num_layers, 2, num_slots, config.num_kv_heads, config.head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)  # unused slots are never read
+        scaled = dtype.itemsize == 1
+        self.scales = torch.empty(shape[:-1], dtype=torch.float32, device=device) if scaled else None
         self.keys = [self.data[layer, 0] for layer in range(config.num_layers)]
         self.values = [self.data[layer, 1] for layer in range(config.num_layers)]
         self.bytes_per_token = kv_bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, self.data.element_size()
         )
+        if scaled:
+            self.bytes_per_token += 2 * config.num_layers * config.num_kv_heads * 4
+
+    def layer(self, layer: int) -> LayerCache:
+        """Views of one layer."""
+        scales = (None, None) if self.scales is None else (self.scales[layer, 0], self.scales[layer, 1])
+        return LayerCache(self.keys[layer], self.values[layer], *scales)
 
     def block(self, number: int) -> Tensor:
         """Keys and values of one block in every layer: [num_layers, 2, block_size, num_kv_heads, head_dim]. A view."""
@@ -85,4 +109,8 @@ class KVCache:
 
     def copy_block(self, source: int, target: int, origin: KVCache | None = None) -> None:
         """Copy one block from another place in this cache (copy-on-write), or from another cache (swapping)."""
-        self.block(target).copy_((origin or self).block(source))
+        origin, size = origin or self, self.block_size
+        self.block(target).copy_(origin.block(source))
+        if self.scales is not None and origin.scales is not None:
+            there = origin.scales[:, :, source * size : (source + 1) * size]
+            self.scales[:, :, target * size : (target + 1) * size].copy_(there)

@@ -135,6 +135,15 @@ class Request:
         return len(self.tokens) + len(self.draft) - self.num_computed
 
     @property
+    def needs_only_token(self) -> bool:
+        """Whether a step need not give more than its next token: no log probabilities, penalties or forks."""
+        p = self.params
+        penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+        scores = p.logprobs is not None or p.prompt_logprobs is not None
+        early = self.num_output < p.min_tokens or p.max_tokens == 0
+        return not (penalties or scores or early or self.num_forks)
+
+    @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+from typing import Protocol
+
 import psutil
 import torch
 from torch import Tensor
@@ -11,13 +15,30 @@ from .config import EngineConfig, ModelConfig
 from .errors import RequestError
 from .kv import KVCache
 from .model import Batch, Transformer
+from .request import Request
 from .scheduler import Plan
 
 CPU_KV_LIMIT = 4 * 2**30  # bytes of KV cache on a CPU, unless num_kv_blocks asks for more
 
 
+class Flight(Protocol):
+    """A step that was started on a device. rows: whose token each row is; `tokens` waits for them."""
+
+    plan: Plan
+    rows: list[Request]
+
+    def tokens(self) -> list[int]:
+        """Sampled ids, one for each of `rows`; -1 where the logits were not finite."""
+        ...
+
+
 class Runner:
-    """Owns the model and the cache tensors. Knows nothing of queues, sampling or text."""
+    """Owns the model and the cache tensors. Knows nothing of queues, sampling or text.
+
+    samples: whether it can also sample, with `start` (gpu_runner.py).
+    """
+
+    samples = False
 
     def __init__(self, model: Transformer, cache: KVCache, host: KVCache, attention_backend: str = "auto") -> None:
         self.model, self.cache, self.device = model, cache, model.embed.weight.device
@@ -52,16 +73,50 @@ class Runner:
 
         return Batch(flat(token_ids), flat(positions), flat(slots), layout, flat(logit_rows), self.attend)
 
-    @torch.inference_mode()
-    def run(self, plan: Plan) -> Tensor:
-        """Logits [R, vocab] float32: for each chunk in turn its last `num_logits` positions."""
+    def move(self, plan: Plan) -> None:
+        """Copy blocks as the plan says."""
         for move in plan.moves:
             origin = self.host if move.kind == "in" else self.cache
             target = self.host if move.kind == "out" else self.cache
             target.copy_block(move.source, move.target, origin)
+
+    def start(self, plan: Plan, after: Flight | None = None) -> Flight:
+        """Start a step that also samples, without waiting for it; `after` is the one whose tokens it begins with."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Tensor:
+        """Logits [R, vocab] float32: for each chunk in turn its last `num_logits` positions."""
+        self.move(plan)
         batch = self.build(plan)
         hidden = self.model(batch, self.cache)
         return self.model.logits(hidden[batch.logit_rows])
+
+
+def use_kernels(engine: EngineConfig, weight: Tensor) -> bool:
+    """Whether the Triton kernels run this model: if they were asked for, or on a GPU that can."""
+    wanted, device = engine.attention in ("auto", "triton"), weight.device.type
+    able = find_spec("triton") is not None and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if engine.attention == "triton" and not able:
+        raise RequestError("attention 'triton' needs a CUDA device and the package triton; use auto.")
+    if engine.kv_cache_dtype != "auto" and not (wanted and able):
+        raise RequestError(f"kv_cache_dtype {engine.kv_cache_dtype!r} needs attention 'triton'.")
+    return wanted and able and (engine.attention == "triton" or device == "cuda")
+
+
+def make_runner(
+    model: Transformer, cache: KVCache, host: KVCache, engine: EngineConfig, max_model_len: int, num_ids: int
+) -> Runner:
+    """The runner for this model's device."""
+    if not use_kernels(engine, model.embed.weight):
+        return Runner(model, cache, host, engine.attention)
+    from .gpu_runner import GpuRunner
+
+    return GpuRunner(model, cache, host, engine, max_model_len, num_ids)
+
+
+def cache_dtype(name: str, weight: torch.dtype) -> torch.dtype:
+    return {"auto": weight, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
 
 
 def pick_device(name: str) -> str:
@@ -87,7 +142,10 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 def default_num_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, weight: Tensor) -> int:
     """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use."""
-    per_token = kv.kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.element_size())
+    size = cache_dtype(engine.kv_cache_dtype, weight.dtype).itemsize
+    per_token = kv.kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, size)
+    if size == 1:
+        per_token += 2 * config.num_layers * config.num_kv_heads * 4  # scales
     if weight.device.type == "cuda":
         room = int(torch.cuda.mem_get_info(weight.device)[0] * engine.memory_fraction)
     else:

@@ -101,18 +101,21 @@ def sample(logits: Tensor, requests: Sequence[Request], seeds: Sequence[int], nu
 
     num_ids: ids from here on exist in the model's matrices but not in the tokenizer; they are never chosen.
     """
-    rows = []
-    for row, request in zip(logits, requests, strict=True):
+    changed: dict[int, Tensor] = {}
+    for r, request in enumerate(requests):
         params = request.params
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             prompt = request.tokens[: request.num_prompt]
             penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-            row = penalize(row, prompt, request.output, *penalties)
+            changed[r] = penalize(logits[r], prompt, request.output, *penalties)
         if request.num_output < params.min_tokens and request.stop_ids:
-            row = row.index_fill(0, torch.tensor(sorted(request.stop_ids), device=row.device), NEVER)
-        rows.append(row)
-    logits = torch.stack(rows)
-    logits[:, num_ids:] = NEVER
+            ends = torch.tensor(sorted(request.stop_ids), device=logits.device)
+            changed[r] = changed.get(r, logits[r]).index_fill(0, ends, NEVER)
+    if changed or num_ids < logits.shape[1]:
+        logits = logits.clone()
+        logits[:, num_ids:] = NEVER
+    for r, row in changed.items():
+        logits[r, :num_ids] = row[:num_ids]
     greedy = logits.argmax(dim=-1)
     drawn = [r for r, request in enumerate(requests) if request.params.temperature > 0]
     if not drawn:

@@ -290,6 +290,29 @@ class Scheduler:
         request.status = Status.RUNNING
         self.running.append(request)
 
+    def ahead(self, plan: Plan) -> Plan | None:
+        """The step after `plan`, before it is known which tokens `plan` samples; None if it could depend on them.
+
+        It cannot while every running request decodes, nobody can be admitted and the pool has blocks for all. A request
+        that turns out to have ended has computed one token in vain.
+        """
+        live = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
+        decoding = all(chunk.end == len(chunk.request.tokens) for chunk in live) and len(live) == len(self.running)
+        full = len(self.running) >= self.config.max_num_seqs
+        room = self.pool.num_free >= len(live)
+        if self.config.scheduling != "continuous" or not decoding or not room or (self.waiting and not full):
+            return None
+        after = Plan()
+        for chunk in live:
+            request, end = chunk.request, chunk.end + 1
+            if request.num_output + 1 >= request.params.max_tokens or end >= self.max_model_len:
+                continue  # its token is its last one
+            copies = self.pool.extend(request.block_table, chunk.end, end)
+            assert copies is not None  # there is room for one block each
+            after.moves += [Move("copy", source, target) for source, target in copies]
+            after.chunks.append(Chunk(request, chunk.end, end, 1))
+        return after if after.chunks else None
+
     def commit(self, plan: Plan) -> None:
         """Book a step that was computed: its keys and values are in the cache now."""
         for chunk in plan.chunks:

@@ -368,7 +368,8 @@ def plug_causal_mask(answer, swap):
     tokens = own.tokenizer.encode(text) if own.tokenizer else list(range(1, 23))
     expected = own.generate(tokens, params)[0].outputs[0]
     with swap_in("02.3", watched):
-        llm = make_llm(num_kv_blocks=32, enable_prefix_caching=False, max_num_batched_tokens=8)
+        # sdpa: the backend that takes its mask from this function for pieces of any length
+        llm = make_llm(num_kv_blocks=32, enable_prefix_caching=False, max_num_batched_tokens=8, attention="sdpa")
         got = llm.generate(tokens, params)[0].outputs[0]
     print("your mask for the second piece of the prompt (rows: new tokens, columns: all tokens so far)")
     for row in masks[1].tolist():

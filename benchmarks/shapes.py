@@ -1,0 +1,39 @@
+"""Shapes of real models, filled with random weights: speed does not depend on what the numbers are."""
+
+from __future__ import annotations
+
+import torch
+
+from minillm.config import ModelConfig, RopeScaling
+from minillm.model import Transformer
+from minillm.weights import parameter_shapes
+
+LLAMA3_ROPE = RopeScaling("llama3", 32.0)
+
+# from each model's config.json
+SHAPES = {
+    "SmolLM2-135M": ModelConfig(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 100000.0, tie_word_embeddings=True
+    ),
+    "Qwen3-0.6B": ModelConfig(
+        "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1000000.0, qk_norm=True, tie_word_embeddings=True
+    ),
+    "Llama-3.2-1B": ModelConfig(
+        "llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, LLAMA3_ROPE, tie_word_embeddings=True
+    ),
+    "Llama-3.1-8B": ModelConfig(
+        "llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0, RopeScaling("llama3", 8.0)
+    ),
+}  # fmt: skip
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0) -> Transformer:
+    """A model of this shape with weights small enough that its numbers stay finite."""
+    draw = torch.Generator(device).manual_seed(seed)
+    state = {}
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 1:
+            state[name] = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            state[name] = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, shape[-1] ** -0.5, generator=draw)
+    return Transformer.from_state(config, state)
