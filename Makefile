@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 # One thread for the tests' tiny matrices: starting threads costs more than they save.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONHASHSEED=0
+TEST_ENV := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONHASHSEED=0
 
 .PHONY: demo test lab lint build clean
 
@@ -30,9 +31,9 @@ lint: $(VENV)/.test
 
 test: $(VENV)/.test lint
 	$(BIN)/minillm fetch
-	$(TEST_ENV) $(BIN)/pytest tests
-	$(TEST_ENV) $(BIN)/pytest --nbval exercises solutions
-	$(TEST_ENV) MINILLM_STRICT=1 $(BIN)/pytest --nbval-lax solutions notebooks
+	$(TEST_ENV) $(BIN)/pytest -n $(WORKERS) tests
+	$(TEST_ENV) $(BIN)/pytest -n $(WORKERS) --dist loadfile --nbval exercises solutions
+	$(TEST_ENV) MINILLM_STRICT=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --nbval-lax solutions notebooks
 
 build: $(VENV)/.course
 	$(BIN)/minillm build

@@ -1,4 +1,4 @@
-"""Write the README's measured tables from benchmarks/results/*.json. --check: say whether they are current."""
+"""Write the READMEs' measured tables from benchmarks/results/*.json. --check: say whether they are current."""
 
 from __future__ import annotations
 
@@ -84,12 +84,86 @@ def _peers_cells(row: dict) -> list[str]:
             show(row["share_of_bandwidth"], "{:.0%}"), show(row["same_tokens"], "{:.0%}")]  # fmt: skip
 
 
-# marker in the README: the stored result, and what makes text of it
-PARTS = {"demo": ("demo_cpu.json", demo_table), "peers": ("cpu.json", peers_table)}
+ASKED = {
+    "a": "one stream: 128 tokens in, 256 out",
+    "b": "256 requests at once, 100 to 1024 tokens in and out",
+    "c": "Poisson arrivals, a tenth of the prompts with 8,000 to 12,000 tokens",
+    "d": "16 requests in turn, 4,096 tokens shared",
+}
+
+
+def gpu_table(report: dict) -> str:
+    """All rows of the GPU's result as a Markdown table."""
+    head = ("model", "engine", "tokens/s", "TTFT, ms", "TPOT, ms", "p99 between tokens, ms", "GB/s read",
+            "of bandwidth", "kernels a step", "GPU, ms a step", "CPU, ms a step")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for key, asked in ASKED.items():
+        rows = [row for row in _by_workload(report) if row["workload"] == key]
+        lines += [f"| **{asked}** " + "| " * (len(head) - 1) + "|"] if rows else []
+        lines += ["| " + " | ".join(_gpu_cells(row)) + " |" for row in rows]
+    return "\n".join(lines) + "\n\n" + _gpu_note(report)
+
+
+def gpu_summary(report: dict) -> str:
+    """The rows that stand in the README: each model's best, and the peers."""
+    lines = ["| workload | model | engine | tokens/s | of the measured bandwidth |", "|---|---|---|---|---|"]
+    for row in _by_workload(report):
+        shown = row["workload"] in "ab" and not row["mode"].startswith("no ") and not row["error"]
+        if shown:
+            share = f"{row['share_of_read']:.0%}" if row["share_of_read"] else ""
+            name = row["engine"] + (f", {row['mode']}" if row["mode"] else "")
+            cells = (ASKED[row["workload"]], row["model"], name, f"{row['tokens_per_second']:,.0f}", share)
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\n" + _gpu_note(report)
+
+
+def _by_workload(report: dict) -> list[dict]:
+    """The rows in the order of workload and size of the model, minillm first."""
+    sizes = ("SmolLM2-135M", "Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.1-8B")
+    return sorted(
+        report["rows"], key=lambda row: (row["workload"], sizes.index(row["model"]), row["engine"] != "minillm")
+    )
+
+
+def _gpu_cells(row: dict) -> list[str]:
+    name = row["engine"] + (f": {row['mode']}" if row["mode"] else "")
+    if row["error"]:
+        return [row["model"], name, f"did not run: {row['error'].replace('|', '/')}", *[""] * 8]
+
+    def show(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "" if value is None else form.format(value * scale)
+
+    ttft = show(row["ttft"], "{:.0f}", 1e3)
+    if row["ttft_warm"] is not None:
+        ttft = f"first {row['ttft_cold'] * 1e3:.0f}, others {row['ttft_warm'] * 1e3:.0f}"
+    return [row["model"], name, show(row["tokens_per_second"], "{:,.0f}"), ttft, show(row["tpot"], "{:.2f}", 1e3),
+            show(row["itl_p99"], "{:.1f}", 1e3), show(row["gb_per_second"], "{:,.0f}"),
+            show(row["share_of_read"], "{:.0%}"), show(row["kernels_per_step"], "{:.0f}"),
+            show(row["gpu_ms_per_step"], "{:.2f}"), show(row["cpu_ms_per_step"], "{:.2f}")]  # fmt: skip
+
+
+def _gpu_note(report: dict) -> str:
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return (
+        f"{report['gpu']}, measured {machine['read'] / 1e12:.2f} TB/s (reading) and {machine['flops'] / 1e12:.0f} "
+        f"TFLOP/s (bf16); {versions}. Random weights in bfloat16 in the models' shapes; each engine on a GPU of its own. "
+        f"Made by `{report['command']}`, stored in `benchmarks/results/gpu.json`."
+    )
+
+
+# marker in a README: the stored result, and what makes text of it
+PARTS = {
+    "demo": ("demo_cpu.json", demo_table),
+    "peers": ("cpu.json", peers_table),
+    "gpu": ("gpu.json", gpu_summary),
+    "gpu rows": ("gpu.json", gpu_table),
+}
+PAGES = ("README.md", "benchmarks/README.md")
 
 
 def render(text: str) -> str:
-    """The README with the generated parts replaced. A part whose result is not there is empty."""
+    """A page with its generated parts replaced. A part whose result is not there is empty."""
     for name, (file, make) in PARTS.items():
         path = ROOT / "benchmarks/results" / file
         part = make(json.loads(path.read_text(encoding="utf-8"))) + "\n" if path.exists() else ""
@@ -99,9 +173,10 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = render(before)
-    if "--check" in sys.argv:
-        sys.exit("README.md does not match benchmarks/results: run benchmarks/report.py" if after != before else 0)
-    readme.write_text(after)
+    for name in PAGES:
+        page = ROOT / name
+        before = page.read_text(encoding="utf-8")
+        after = render(before)
+        if "--check" in sys.argv and after != before:
+            sys.exit(f"{name} does not match benchmarks/results: run benchmarks/report.py")
+        page.write_text(after, encoding="utf-8")

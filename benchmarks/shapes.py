@@ -1,6 +1,9 @@
-"""Shapes of real models, filled with random weights: speed does not depend on what the numbers are."""
+"""What the GPU benchmark runs: shapes of real models, filled with random weights; and which commit it is."""
 
 from __future__ import annotations
+
+import subprocess
+from pathlib import Path
 
 import torch
 
@@ -37,3 +40,10 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: str, seed: int
         else:
             state[name] = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, shape[-1] ** -0.5, generator=draw)
     return Transformer.from_state(config, state)
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with -dirty if files changed."""
+    folder = str(Path(__file__).resolve().parent)
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

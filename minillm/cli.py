@@ -186,6 +186,9 @@ def _ask() -> str:
 @click.option("--max-num-seqs", type=int, default=256, help="Most requests in a step.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, help="Most tokens in a step.")
 @click.option("--num-kv-blocks", type=int, help="Size of the KV cache, in blocks of 16 tokens.")
+@click.option("--attention", default="auto", help="auto, triton, numba, sdpa, paged, tiled or naive.")
+@click.option("--kv-cache-dtype", default="auto", help="auto, or int8 or fp8 on a GPU.")
+@click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
 @click.option("--seed", type=int, default=0, help="Of the workload.")
 @_engine
 @_json
@@ -200,6 +203,9 @@ def bench(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     num_kv_blocks: int | None,
+    attention: str,
+    kv_cache_dtype: str,
+    enforce_eager: bool,
     **load: Any,
 ) -> None:
     """Send a load to the engine and measure it. Without a rate or concurrency all requests are there at the start."""
@@ -212,7 +218,8 @@ def bench(
     if load["request_rate"] and concurrency:
         raise click.UsageError("--request-rate is an open loop, --concurrency a closed one: give one of them.")
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    llm = LLM(model, device=device, dtype=dtype, scheduling=scheduling, num_kv_blocks=num_kv_blocks, **limits)
+    how = {"attention": attention, "kv_cache_dtype": kv_cache_dtype, "enforce_eager": enforce_eager}
+    llm = LLM(model, device=device, dtype=dtype, scheduling=scheduling, num_kv_blocks=num_kv_blocks, **limits, **how)
     items = bench.workload(vocab_size=llm.num_ids, **load)
     bench.run(llm, items[:1])  # warm-up: compiles kernels, touches memory
     llm.pool.discard(range(len(llm.pool.blocks)))  # and leaves nothing in the prefix cache

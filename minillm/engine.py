@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections import deque
@@ -45,7 +46,9 @@ class LLM:
         kind = runner.pick_dtype(dtype, device)
         checkpoint = weights.open_checkpoint(hub.resolve(model))
         tokenizer = checkpoint.tokenizer()
-        network = Transformer.from_state(checkpoint.config, checkpoint.state_dict(kind, device))
+        size = sum(math.prod(shape) for shape in weights.parameter_shapes(checkpoint.config).values()) * kind.itemsize
+        with runner.fits("the model's weights", size, device):
+            network = Transformer.from_state(checkpoint.config, checkpoint.state_dict(kind, device))
         self._setup(checkpoint.config, network, tokenizer, config)
 
     @classmethod
@@ -63,11 +66,14 @@ class LLM:
         self.config, self.engine_config, self.model, self.tokenizer = config, engine, model, tokenizer
         weight = model.embed.weight
         length = min(engine.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
-        num_blocks = engine.num_kv_blocks or runner.default_num_blocks(config, engine, length, weight)
+        num_blocks = engine.num_kv_blocks or runner.default_num_blocks(config, engine, length, model)
         self.max_model_len = min(length, num_blocks * engine.block_size)
         num_swap = (engine.num_swap_blocks or num_blocks) if engine.preemption == "swap" else 0
         kind = runner.cache_dtype(engine.kv_cache_dtype, weight.dtype)
-        self.cache = kv.KVCache(config, num_blocks, engine.block_size, kind, weight.device)
+        with runner.fits(
+            f"{num_blocks} KV blocks", num_blocks * runner.block_bytes(config, engine, weight.dtype), weight.device
+        ):
+            self.cache = kv.KVCache(config, num_blocks, engine.block_size, kind, weight.device)
         host = kv.KVCache(config, num_swap, engine.block_size, kind, "cpu")
         self.pool = KVPool(num_blocks, engine.block_size, engine.enable_prefix_caching)
         self.scheduler = Scheduler(engine, self.pool, self.max_model_len, num_swap)
@@ -243,7 +249,9 @@ class LLM:
             if not plan.chunks:
                 hold = self.scheduler.hold()
                 if self.scheduler.waiting and not hold and self.scheduler.may_admit():
-                    raise RuntimeError("no request can be scheduled, although some wait: this is a bug in the scheduler")
+                    raise RuntimeError(
+                        "no request can be scheduled, although some wait: this is a bug in the scheduler"
+                    )
                 time.sleep(min(hold, 0.005))  # a static batch waits to be full
                 return news
             if not self._sampled_on_device(plan):

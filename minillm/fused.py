@@ -37,7 +37,7 @@ def forward(model: Transformer, batch: DeviceBatch, cache: kv.KVCache) -> Tensor
     """Logits [R, vocab] float32. Writes the keys and values of the T rows into the cache."""
     config, frequencies = model.config, model.frequencies
     x = kernels.embed(batch.token_ids, batch.sources, batch.previous, model.embed.weight)
-    single = len(x) == 1 and x.dtype != torch.float32
+    single = one_row(x)
     for layer, block in enumerate(model.layers):
         qkv = _product(x, block.qkv, block.attn_norm)
         gains = (block.q_norm.weight, block.k_norm.weight) if block.q_norm is not None else None
@@ -63,6 +63,11 @@ def forward(model: Transformer, batch: DeviceBatch, cache: kv.KVCache) -> Tensor
     return _product(x, model.head, model.norm, dtype=torch.float32)
 
 
+def one_row(x: Tensor) -> bool:
+    """Whether products of x are `matvec`'s."""
+    return len(x) == 1 and x.dtype != torch.float32
+
+
 def _product(
     x: Tensor,
     linear: Linear,
@@ -77,7 +82,7 @@ def _product(
     """
     weight, bias = linear.weight, linear.bias
     assert weight is not None
-    if len(x) == 1 and x.dtype != torch.float32:
+    if one_row(x):
         gain = (norm.weight, norm.eps) if norm is not None else None
         return kernels.matvec(x, weight, bias, gain, gated, residual, dtype)
     if norm is not None:

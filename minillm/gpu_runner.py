@@ -31,7 +31,7 @@ FIELDS = (
     ("tokens", np.int64, 0),
     ("sources", np.int64, -1),
     ("positions", np.int64, 0),
-    ("slots", np.int64, -1),  # the spare block, see __init__
+    ("slots", np.int64, 0),  # but padding goes to the spare block
     ("seeds", np.int64, 0),
     ("draws", np.int64, 0),
     ("lengths", np.int32, 0),
@@ -57,6 +57,18 @@ def split_count(num_programs: int, num_processors: int) -> int:
     return parts
 
 
+def pad_rows(fields: dict[str, np.ndarray], count: int, padded: int, spare_slot: int) -> None:
+    """Make the rows from `count` to `padded` of a graph's input harmless, in place.
+
+    A graph computes all its rows, whatever is in them. A padding row writes its key and value to `spare_slot`, which
+    belongs to no request; reads a context of 0 tokens; and takes no token from the step before (source -1).
+    """
+    # exercise 14.5
+    for name, _, empty in FIELDS:
+        fields[name][count:padded] = spare_slot if name == "slots" else empty
+    # end exercise 14.5
+
+
 class Fields:
     """One array for each of FIELDS, on the device, and pinned twins of all on the host that travel in one copy."""
 
@@ -68,7 +80,9 @@ class Fields:
         # two, in turns: the copy out of one may not have begun when the next step is prepared
         self.host = [torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self.turn = 0
-        spans = [(name, kind, end - width, end) for (name, kind, _), width, end in zip(FIELDS, widths, ends, strict=True)]
+        spans = [
+            (name, kind, end - width, end) for (name, kind, _), width, end in zip(FIELDS, widths, ends, strict=True)
+        ]
         kinds = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
         self.on_device = {name: self.device[a:b].view(kinds[kind]) for name, kind, a, b in spans}
         self.on_host = [{name: h[a:b].numpy().view(kind) for name, kind, a, b in spans} for h in self.host]
@@ -76,10 +90,9 @@ class Fields:
     def send(self, count: int, padded: int, values: dict[str, Sequence], spare_slot: int) -> None:
         """Write the first `count` rows, pad up to `padded`, and start the copy."""
         self.turn ^= 1
-        for name, _, empty in FIELDS:
-            array = self.on_host[self.turn][name]
+        for name, array in self.on_host[self.turn].items():
             array[:count] = values[name]
-            array[count:padded] = spare_slot if name == "slots" else empty
+        pad_rows(self.on_host[self.turn], count, padded, spare_slot)
         self.device.copy_(self.host[self.turn], non_blocking=True)
 
 
@@ -138,13 +151,43 @@ class Flight:
         return self.host[: len(self.rows)].tolist()
 
 
+@torch.inference_mode()
+def activation_bytes(model: Transformer, engine: EngineConfig, max_model_len: int) -> int:
+    """What the largest step takes beside weights and KV cache, measured: one prompt of as many tokens as it may have."""
+    device, size = model.embed.weight.device, engine.block_size
+    count = min(engine.max_num_batched_tokens, max_model_len)
+    blocks = kv.blocks_needed(count, size)
+    cache = kv.KVCache(model.config, blocks, size, model.embed.weight.dtype, device)
+    whole = torch.arange(count, device=device)
+    table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    share = model.config.num_heads // model.config.num_kv_heads
+    first = torch.arange(0, count, PROMPT_TILE // share, dtype=torch.int32, device=device)
+    tiles = kernels.Tiles(one * 0, one * count, one * count, one * 0, table, first * 0, first, PROMPT_TILE)
+    rows = whole[: min(engine.max_num_seqs, count)]
+    batch = fused.DeviceBatch(whole * 0, whole, whole, [tiles], whole * 0 - 1, whole, rows)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    fused.forward(model, batch, cache)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del cache
+    torch.cuda.empty_cache()
+    return peak
+
+
 class GpuRunner(runner.Runner):
     """Runs plans on one GPU. In Triton's interpreter it runs on a CPU, without graphs; the tests do that."""
 
     samples = True
 
     def __init__(
-        self, model: Transformer, cache: kv.KVCache, host: kv.KVCache, engine: EngineConfig, max_model_len: int, num_ids: int
+        self,
+        model: Transformer,
+        cache: kv.KVCache,
+        host: kv.KVCache,
+        engine: EngineConfig,
+        max_model_len: int,
+        num_ids: int,
     ) -> None:
         super().__init__(model, cache, host, "sdpa")
         self.num_ids, self.most = num_ids, engine.max_num_seqs
@@ -156,7 +199,6 @@ class GpuRunner(runner.Runner):
         self.turn = 0
         self.rows = torch.arange(self.most, dtype=torch.int32, device=self.device)
         self.zeros, self.ones = torch.zeros_like(self.rows), torch.ones_like(self.rows)
-        self.no_source = torch.full((engine.max_num_batched_tokens + self.most,), -1, device=self.device)
         share = model.config.num_heads // model.config.num_kv_heads
         self.short_tile = max(16, kernels.triton.next_power_of_2(share))
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 1
@@ -170,9 +212,10 @@ class GpuRunner(runner.Runner):
     def _decode(self, size: int) -> None:
         """One step of `size` rows, all from persistent buffers, to `sampled`."""
         on = {name: array[:size] for name, array in self.fields.on_device.items()}
+        rows, ones, zeros = self.rows[:size], self.ones[:size], self.zeros[:size]
+        splits = split_count(size * self.model.config.num_kv_heads, self.processors)
         tiles = kernels.Tiles(
-            self.rows[:size], self.ones[:size], on["lengths"], on["seats"], self.tables.data,
-            self.rows[:size], self.zeros[:size], self.short_tile, split_count(size * self.model.config.num_kv_heads, self.processors),
+            rows, ones, on["lengths"], on["seats"], self.tables.data, rows, zeros, self.short_tile, splits
         )  # fmt: skip
         batch = fused.DeviceBatch(on["tokens"], on["positions"], on["slots"], [tiles], on["sources"], self.sampled)
         logits = fused.forward(self.model, batch, self.cache)
@@ -184,7 +227,9 @@ class GpuRunner(runner.Runner):
     def _capture(self) -> None:
         pool = None
         for size in reversed(buckets(self.most)):
-            self.fields.send(0, size, {name: [] for name, _, _ in FIELDS}, self.cache.num_blocks * self.cache.block_size)
+            self.fields.send(
+                0, size, {name: [] for name, _, _ in FIELDS}, self.cache.num_blocks * self.cache.block_size
+            )
             self._decode(size)  # compiles what is not compiled yet
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
@@ -261,9 +306,7 @@ class GpuRunner(runner.Runner):
         counts = np.array([c.end - c.start for c in chunks], np.int32)
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int32)
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-        pages = np.concatenate(
-            [np.array(c.request.block_table)[np.arange(c.start, c.end) // size] for c in chunks]
-        )
+        pages = np.concatenate([np.array(c.request.block_table)[np.arange(c.start, c.end) // size] for c in chunks])
         tokens = np.concatenate([np.array(c.request.tokens[c.start : c.end]) for c in chunks])
         slots = pages * size + positions % size
         dead = plan.num_padding
@@ -286,7 +329,7 @@ class GpuRunner(runner.Runner):
         ends = starts + counts
         wanted = [range(e - c.num_logits, e) for c, e in zip(chunks, ends.tolist(), strict=True)]
         rows = upload(np.array([row for span in wanted for row in span], np.int64), self.device)
-        return fused.DeviceBatch(token_ids, places, where, groups, self.no_source, self.sampled, rows)
+        return fused.DeviceBatch(token_ids, places, where, groups, torch.full_like(token_ids, -1), self.sampled, rows)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:

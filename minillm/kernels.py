@@ -25,8 +25,6 @@ INTERPRETED = triton.knobs.runtime.interpret
 NO_WINDOW = 2**30
 FULL_SCALE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # largest number of a cache dtype that needs a scale
 
-TUNE = None
-
 
 @functools.cache
 def _pdl(device: torch.device) -> bool:
@@ -73,9 +71,7 @@ def embed(tokens: Tensor, sources: Tensor, previous: Tensor, table: Tensor) -> T
     """
     size = table.shape[1]
     out = table.new_empty(len(tokens), size)
-    _embed[(len(tokens),)](
-        tokens, sources, previous, table, out, size, triton.next_power_of_2(size), **_launch(table)
-    )
+    _embed[(len(tokens),)](tokens, sources, previous, table, out, size, triton.next_power_of_2(size), **_launch(table))
     return out
 
 
@@ -84,14 +80,20 @@ def embed(tokens: Tensor, sources: Tensor, previous: Tensor, table: Tensor) -> T
 
 @triton.jit
 def _rms_norm(x, weight, out, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program for each row of x: row / sqrt(mean(row ** 2) + eps) * weight, in float32, written to `out`.
+
+    x, out: [T, size]; weight: [size]. SIZE: `size` rounded up to a power of two; `inside` marks the real columns.
+    """
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = column < size
     w = tl.load(weight + column, inside, 0.0).to(tl.float32)
     _wait(PDL)
     _let_next_start(PDL)
+    # exercise 14.1
     values = tl.load(x + row * size + column, inside, 0.0).to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values) / size + eps) * w
     tl.store(out + row * size + column, values.to(out.dtype.element_ty), inside)
+    # end exercise 14.1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -207,7 +209,7 @@ def matvec(
 
 @triton.jit
 def _rope_store(  # type: ignore[no-untyped-def]
-    qkv, positions, slots, frequencies, q_gain, k_gain, keys, values, key_scales, value_scales, eps,
+    qkv, positions, slots, frequencies, q_gain, k_gain, keys, values, key_scales, value_scales, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     NORM: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -232,12 +234,13 @@ def _rope_store(  # type: ignore[no-untyped-def]
     first, second = first * cos - second * sin, second * cos + first * sin
     tl.store(place, first.to(qkv.dtype.element_ty), good & is_query)
     tl.store(place + DIM // 2, second.to(qkv.dtype.element_ty), good & is_query)
-    row = tl.load(slots + token) * KV_HEADS + (head - HEADS) % KV_HEADS
+    slot, kv_head = tl.load(slots + token), (head - HEADS) % KV_HEADS
+    row = slot * KV_HEADS + kv_head
     if FULL > 0:
         largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1, keep_dims=True)
         scale = tl.maximum(largest, 1e-20) / FULL
-        tl.store(key_scales + row, scale, is_key)
-        tl.store(value_scales + row, scale, is_value & (head < HEADS + 2 * KV_HEADS))
+        tl.store(key_scales + kv_head * num_slots + slot, scale, is_key)
+        tl.store(value_scales + kv_head * num_slots + slot, scale, is_value & (head < HEADS + 2 * KV_HEADS))
         first, second = first / scale, second / scale
         if keys.dtype.element_ty == tl.int8:
             first, second = tl.floor(first + 0.5), tl.floor(second + 0.5)
@@ -268,7 +271,7 @@ def rope_store(
     scales = (cache.key_scales, cache.value_scales) if cache.key_scales is not None else (qkv, qkv)
     block_h = 8 if len(qkv) > 1 else 1
     _rope_store[(len(qkv), triton.cdiv(num_heads + 2 * kv_heads, block_h))](
-        qkv, positions, slots, frequencies, q_gain, k_gain, cache.keys, cache.values, *scales, eps,
+        qkv, positions, slots, frequencies, q_gain, k_gain, cache.keys, cache.values, *scales, len(cache.keys), eps,
         num_heads, kv_heads, dim, triton.next_power_of_2(dim // 2), block_h, gains is not None,
         FULL_SCALE.get(cache.keys.dtype, 0.0), **_launch(qkv), num_warps=1,
     )  # fmt: skip
@@ -284,11 +287,13 @@ def online_softmax(m, l, scores):  # type: ignore[no-untyped-def]
     m, l: [R], the largest score so far and the sum of exp2(score - m); scores: [R, C], -inf where a key may not be
     seen. Returns the new m and l, the tile's weights [R, C], and the factor [R] that older sums shrink by.
     """
+    # exercise 14.2
     new_m = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: -inf + inf would be NaN
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(m - base)
     return new_m, l * shrink + tl.sum(weights, 1), weights, shrink
+    # end exercise 14.2
 
 
 @triton.jit
@@ -326,9 +331,22 @@ def _unpack(words, FP8: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def cache_rows(table, key, inside, g, PAGE: tl.constexpr, KV_HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a KV head's keys at these positions are: rows of the cache seen as [num_slots * num_kv_heads, D].
+
+    table: pointer to the sequence's block table; key: [C] positions; inside: [C], False where there is none (there the
+    table must not be read); g: the KV head. Returns int64 [C]. The twin of `kv.slots_for`.
+    """
+    # exercise 14.3
+    page = tl.load(table + key // PAGE, inside, 0).to(tl.int64)
+    return (page * PAGE + key % PAGE) * KV_HEADS + g
+    # end exercise 14.3
+
+
+@triton.jit
 def _attention(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, out, parts, parts_lse,
-    tile_sequence, tile_first, starts, counts, lengths, seats, tables, scale, window, q_stride, table_stride,
+    tile_sequence, tile_first, starts, counts, lengths, seats, tables, scale, window, q_stride, table_stride, num_slots,
     KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -364,22 +382,22 @@ def _attention(  # type: ignore[no-untyped-def]
     for j in range(low, tl.minimum(low + per_split, end), BLOCK_N):
         key = j + columns
         inside = key < end
-        page = tl.load(table + key // PAGE, inside, 0)
-        row = (page.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + g
+        row = cache_rows(table, key, inside, g, PAGE, KV_HEADS)
         where = row[:, None] * (DIM // WIDTH) + d[None, :]
         k = tl.load(keys + where, inside[:, None] & inner[None, :], 0)
         v = tl.load(values + where, inside[:, None] & inner[None, :], 0)
         if PACKED:
             k0, k1 = _unpack(k, FP8, ASM)
             scores = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
-            scores *= tl.load(key_scales + row, inside, 0.0)[None, :]
+            place_scale = g.to(tl.int64) * num_slots + row // KV_HEADS
+            scores *= tl.load(key_scales + place_scale, inside, 0.0)[None, :]
         else:
             scores = tl.dot(q0, tl.trans(k), input_precision=PRECISION)
         scores *= scale * 1.4426950408889634  # log2(e)
         seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         m, l, weights, shrink = online_softmax(m, l, tl.where(seen, scores, float("-inf")))
         if PACKED:
-            weights = (weights * tl.load(value_scales + row, inside, 0.0)[None, :]).to(tl.float16)
+            weights = (weights * tl.load(value_scales + place_scale, inside, 0.0)[None, :]).to(tl.float16)
             v0, v1 = _unpack(v, FP8, ASM)
             acc0 = tl.dot(weights, v0, acc0 * shrink[:, None])
             acc1 = tl.dot(weights, v1, acc1 * shrink[:, None])
@@ -404,17 +422,27 @@ def _attention(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def merge_parts(each, lse):  # type: ignore[no-untyped-def]
+    """Attention over a whole context from its parts (Flash-Decoding, 2023): [S, D] and [S] to [D].
+
+    each: every part's own output, normalised; lse: log2 of its sum of exp2(scores), -inf if it had no keys.
+    """
+    # exercise 14.4
+    top = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    return tl.sum(each * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    # end exercise 14.4
+
+
+@triton.jit
 def _combine(parts, parts_lse, out, SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     row, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
     _wait(PDL)
     _let_next_start(PDL)
     lse = tl.load(parts_lse + row * SPLITS + split)
-    top = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    place = parts + (row * SPLITS + split)[:, None] * DIM + d[None, :]
-    mixed = tl.sum(tl.load(place, (d < DIM)[None, :] & (weights > 0.0)[:, None], 0.0) * weights[:, None], 0)
-    total = tl.sum(weights, 0)
-    tl.store(out + row * DIM + d, (mixed / tl.where(total == 0.0, 1.0, total)).to(out.dtype.element_ty), d < DIM)
+    each = tl.load(parts + (row * SPLITS + split)[:, None] * DIM + d[None, :], (d < DIM)[None, :], 0.0)
+    tl.store(out + row * DIM + d, merge_parts(each, lse).to(out.dtype.element_ty), d < DIM)
 
 
 @dataclass
@@ -466,11 +494,15 @@ def paged_attention(
     if splits > 1:
         parts = torch.empty((*out.shape, splits), dtype=torch.float32, device=out.device)
         lse = torch.empty((len(out) * num_heads, splits), dtype=torch.float32, device=out.device)
-    block_n, warps, stages = TUNE or ((64, 4, 2) if tiles.block_m <= 64 else (64, 8, 2))
+    if tiles.block_m > 64:
+        block_n, warps, stages = 64, 8, 2
+    else:  # long tiles move more bytes at a time; short ones leave work for every part
+        block_n, warps, stages = 128 if splits == 1 else 64, 4, 3 if packed else 2
+    block_n //= 2 if qkv.dtype == torch.float32 else 1  # shared memory
     _attention[(len(tiles.sequence), kv_heads, splits)](
         qkv, keys, values, *scales, out, parts, lse, tiles.sequence, tiles.first, tiles.starts,
         tiles.counts, tiles.lengths, tiles.seats, tiles.tables, scale, window or NO_WINDOW, qkv.stride(0),
-        tiles.tables.stride(0), kv_heads, share, dim, words, page_size, splits, tiles.block_m, block_n,
+        tiles.tables.stride(0), len(cache.keys), kv_heads, share, dim, words, page_size, splits, tiles.block_m, block_n,
         packed, fp8, not INTERPRETED, precise, **_launch(qkv), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
@@ -509,7 +541,9 @@ def _gumbel(seed, position, ids):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _total(row, low, high, id_end, temperature, peak, size, floor_key, floor_id, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _total(
+    row, low, high, id_end, temperature, peak, size, floor_key, floor_id, MASS: tl.constexpr, BLOCK: tl.constexpr
+):  # type: ignore[no-untyped-def]
     """Count (or probability mass, not normalised) of the row's kept tokens with key in low..high and id below id_end.
 
     Kept is what earlier filters left: keys above floor_key, and equal keys up to id floor_id.
@@ -634,7 +668,8 @@ class Draws:
 def sample(logits: Tensor, draws: Draws, num_ids: int, out: Tensor) -> None:
     """One token id for each row of logits [R, V] float32, into out [R] int64; -1 where they are not finite.
 
-    Nothing waits for the GPU. Temperature, top-k, top-p, min-p and noise as in `sampler.sample`, its twin; ids from num_ids on are never chosen.
+    Nothing waits for the GPU. Temperature, top-k, top-p, min-p and noise as in `sampler.sample`, its twin; ids from
+    num_ids on are never chosen.
     """
     count, block = len(logits), 1024
     parts = triton.cdiv(num_ids, block)

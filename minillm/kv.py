@@ -62,7 +62,7 @@ def write_kv(cache: Tensor, new: Tensor, slots: Tensor) -> None:
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer: [num_slots, num_kv_heads, head_dim]; scales, in int8 and fp8: without the last.
+    """Keys and values of one layer: [num_slots, num_kv_heads, head_dim]; scales, in int8 and fp8: [heads, slots].
 
     A number is what is stored times its scale. There is one scale for each token and KV head, so it moves with its
     block.
@@ -78,7 +78,7 @@ class KVCache:
     """Keys and values of all layers, for `num_blocks` blocks and one spare block that padding may write to.
 
     `keys[layer]` and `values[layer]` are [num_slots, num_kv_heads, head_dim]. The spare block has the number
-    `num_blocks`; no request ever owns it. In int8 and fp8, `scales` is [num_layers, 2, num_slots, num_kv_heads].
+    `num_blocks`; no request ever owns it. In int8 and fp8, `scales` is [num_layers, 2, num_kv_heads, num_slots].
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class KVCache:
         shape = (config.num_layers, 2, num_slots, config.num_kv_heads, config.head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)  # unused slots are never read
         scaled = dtype.itemsize == 1
-        self.scales = torch.empty(shape[:-1], dtype=torch.float32, device=device) if scaled else None
+        # slots last: a kernel reads those of one head, and memory moves in pieces of 32 bytes
+        scales = (*shape[:2], config.num_kv_heads, num_slots)
+        self.scales = torch.empty(scales, dtype=torch.float32, device=device) if scaled else None
         self.keys = [self.data[layer, 0] for layer in range(config.num_layers)]
         self.values = [self.data[layer, 1] for layer in range(config.num_layers)]
         self.bytes_per_token = kv_bytes_per_token(
@@ -112,5 +114,5 @@ class KVCache:
         origin, size = origin or self, self.block_size
         self.block(target).copy_(origin.block(source))
         if self.scales is not None and origin.scales is not None:
-            there = origin.scales[:, :, source * size : (source + 1) * size]
-            self.scales[:, :, target * size : (target + 1) * size].copy_(there)
+            there = origin.scales[..., source * size : (source + 1) * size]
+            self.scales[..., target * size : (target + 1) * size].copy_(there)

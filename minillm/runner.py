@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -96,9 +98,12 @@ class Runner:
 def use_kernels(engine: EngineConfig, weight: Tensor) -> bool:
     """Whether the Triton kernels run this model: if they were asked for, or on a GPU that can."""
     wanted, device = engine.attention in ("auto", "triton"), weight.device.type
-    able = find_spec("triton") is not None and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    able = os.environ.get("TRITON_INTERPRET") == "1"
+    if device == "cuda":
+        able = torch.cuda.get_device_capability(weight.device) >= (8, 0)
+    able = able and find_spec("triton") is not None
     if engine.attention == "triton" and not able:
-        raise RequestError("attention 'triton' needs a CUDA device and the package triton; use auto.")
+        raise RequestError("attention 'triton' needs a CUDA device (8.0 or newer) and the package triton; use auto.")
     if engine.kv_cache_dtype != "auto" and not (wanted and able):
         raise RequestError(f"kv_cache_dtype {engine.kv_cache_dtype!r} needs attention 'triton'.")
     return wanted and able and (engine.attention == "triton" or device == "cuda")
@@ -140,19 +145,43 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return known[name]
 
 
-def default_num_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, weight: Tensor) -> int:
-    """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use."""
-    size = cache_dtype(engine.kv_cache_dtype, weight.dtype).itemsize
+@contextmanager
+def fits(what: str, num_bytes: int, device: torch.device | str) -> Iterator[None]:
+    """Turn "out of memory" on a GPU into one sentence with the numbers."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        raise RequestError(
+            f"{what} take {num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} of {total / 1e9:.2f} GB are free on {device}."
+        ) from error
+
+
+def block_bytes(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes of one block of the KV cache, scales included. dtype: the model's."""
+    size = cache_dtype(engine.kv_cache_dtype, dtype).itemsize
     per_token = kv.kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, size)
-    if size == 1:
-        per_token += 2 * config.num_layers * config.num_kv_heads * 4  # scales
+    scales = 2 * config.num_layers * config.num_kv_heads * 4 if size == 1 else 0
+    return (per_token + scales) * engine.block_size
+
+
+def default_num_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, model: Transformer) -> int:
+    """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use.
+
+    On a GPU a step of the largest size is run first, to see what its activations take.
+    """
+    weight = model.embed.weight
+    each = block_bytes(config, engine, weight.dtype)
     if weight.device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(weight.device)[0] * engine.memory_fraction)
+        step = 0
+        if use_kernels(engine, weight):
+            from .gpu_runner import activation_bytes
+
+            step = activation_bytes(model, engine, max_model_len)
+        room = int(torch.cuda.mem_get_info(weight.device)[0] * engine.memory_fraction) - step
     else:
         room = min(int(psutil.virtual_memory().available * engine.memory_fraction), CPU_KV_LIMIT)
-    fits = kv.max_tokens_in(room, per_token) // engine.block_size
-    if fits < 1:
-        raise RequestError(
-            f"{room} bytes are free for the KV cache, but one block takes {per_token * engine.block_size}."
-        )
-    return min(fits, kv.blocks_needed(max_model_len, engine.block_size) * engine.max_num_seqs)
+    if room < each:
+        raise RequestError(f"{max(0, room)} bytes are free for the KV cache, but one block takes {each}.")
+    return min(room // each, kv.blocks_needed(max_model_len, engine.block_size) * engine.max_num_seqs)
