@@ -330,7 +330,7 @@ def transformers_many(row: Row) -> dict[str, Any]:
 
 
 def compiled_decoder(row: Row) -> dict[str, Any]:
-    """In the style of gpt-fast: a static KV cache, one compiled step with CUDA graphs, attention over the whole cache."""
+    """In the style of gpt-fast: a static KV cache, one compiled step with CUDA graphs, attention over the whole."""
     config, length = SHAPES[row.model], 384
     model = random_model(config, torch.bfloat16, "cuda")
     share = config.num_heads // config.num_kv_heads

@@ -147,7 +147,7 @@ def _gpu_note(report: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return (
         f"{report['gpu']}, measured {machine['read'] / 1e12:.2f} TB/s (reading) and {machine['flops'] / 1e12:.0f} "
-        f"TFLOP/s (bf16); {versions}. Random weights in bfloat16 in the models' shapes; each engine on a GPU of its own. "
+        f"TFLOP/s (bf16); {versions}. Random weights in bfloat16, in the models' shapes; each engine on its own GPU. "
         f"Made by `{report['command']}`, stored in `benchmarks/results/gpu.json`."
     )
 

@@ -6,14 +6,16 @@ activation and residual on the way. With more rows the products are cuBLAS's, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels, kv
-from .model import Linear, RMSNorm, Transformer
+from .model import Block, Linear, RMSNorm, Transformer
 
 
 @dataclass
@@ -38,9 +40,11 @@ def forward(model: Transformer, batch: DeviceBatch, cache: kv.KVCache) -> Tensor
     config, frequencies = model.config, model.frequencies
     x = kernels.embed(batch.token_ids, batch.sources, batch.previous, model.embed.weight)
     single = one_row(x)
-    for layer, block in enumerate(model.layers):
+    for layer, block in enumerate(cast(Sequence[Block], model.layers)):
         qkv = _product(x, block.qkv, block.attn_norm)
-        gains = (block.q_norm.weight, block.k_norm.weight) if block.q_norm is not None else None
+        gains = None
+        if block.q_norm is not None and block.k_norm is not None:
+            gains = (block.q_norm.weight, block.k_norm.weight)
         kernels.rope_store(
             qkv, batch.positions, batch.slots, frequencies, cache.layer(layer), config.num_heads, gains,
             config.rms_norm_eps,

@@ -153,7 +153,7 @@ class Flight:
 
 @torch.inference_mode()
 def activation_bytes(model: Transformer, engine: EngineConfig, max_model_len: int) -> int:
-    """What the largest step takes beside weights and KV cache, measured: one prompt of as many tokens as it may have."""
+    """What the largest step takes beside weights and KV cache, measured: one prompt of as many tokens as fit."""
     device, size = model.embed.weight.device, engine.block_size
     count = min(engine.max_num_batched_tokens, max_model_len)
     blocks = kv.blocks_needed(count, size)
@@ -314,7 +314,7 @@ class GpuRunner(runner.Runner):
                          np.pad(slots, (0, dead), constant_values=self.cache.num_blocks * size)])  # fmt: skip
         token_ids, places, where = upload(flat, self.device)
         lengths = np.array([c.end for c in chunks], np.int32)
-        per_sequence = upload(np.stack([starts, counts, lengths, np.array(seats, np.int32)]), self.device)
+        each = upload(np.stack([starts, counts, lengths, np.array(seats, np.int32)]), self.device)
         groups = []
         share = self.model.config.num_heads // self.model.config.num_kv_heads
         for block_m, members in ((self.short_tile, counts <= SHORT), (PROMPT_TILE, counts > SHORT)):
@@ -325,7 +325,9 @@ class GpuRunner(runner.Runner):
             tiles = -(-counts[numbers] // per_tile)
             first = np.concatenate([np.arange(n) for n in tiles]) * per_tile
             both = upload(np.stack([np.repeat(numbers, tiles), first]).astype(np.int32), self.device)
-            groups.append(kernels.Tiles(*per_sequence, self.tables.data, *both, block_m=block_m))
+            groups.append(
+                kernels.Tiles(each[0], each[1], each[2], each[3], self.tables.data, both[0], both[1], block_m)
+            )
         ends = starts + counts
         wanted = [range(e - c.num_logits, e) for c, e in zip(chunks, ends.tolist(), strict=True)]
         rows = upload(np.array([row for span in wanted for row in span], np.int64), self.device)

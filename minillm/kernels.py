@@ -485,7 +485,8 @@ def paged_attention(
     _, kv_heads, dim = cache.keys.shape
     share, splits, precise = num_heads // kv_heads, tiles.splits, "ieee" if qkv.dtype == torch.float32 else "tf32"
     packed, fp8 = cache.keys.dtype in FULL_SCALE, cache.keys.dtype == torch.float8_e4m3fn
-    keys, values, scales, width = cache.keys, cache.values, (out, out), dim
+    keys, values, width = cache.keys, cache.values, dim
+    scales: tuple[Tensor | None, Tensor | None] = (out, out)
     if packed:
         keys, values, width = keys.view(torch.int16), values.view(torch.int16), dim // 2
         scales = (cache.key_scales, cache.value_scales)
