@@ -308,7 +308,11 @@ def progress(stage: str | None = None) -> None:
         return
     print(f"{'stage':<34}{'done':<8}hints used")
     for s in all_stages().values():
-        entries = [state.get(ex.id, {}) for ex in s.exercises()]
+        try:
+            entries = [state.get(ex.id, {}) for ex in s.exercises()]
+        except ModuleNotFoundError as error:  # Triton is for Linux only
+            print(f"{s.number} {s.title:<31}needs the package {error.name}")
+            continue
         done = f"{sum(bool(e.get('passed')) for e in entries)}/{len(entries)}" if s.package else "planned"
         print(f"{s.number} {s.title:<31}{done:<8}{sum(e.get('hints', 0) for e in entries) or ''}".rstrip())
 
