@@ -296,8 +296,8 @@ class LLM:
         owned = [chunk for chunk in plan.chunks for _ in range(chunk.num_logits)]
         for request in {c.request: None for c, good in zip(owned, finite, strict=True) if not good}:
             news.append(self._fail(request, NOT_FINITE))
-        if not all(finite):
-            logits = logits[[r for r, chunk in enumerate(owned) if chunk.request.status is Status.RUNNING]]
+        live = [r for r, chunk in enumerate(owned) if chunk.request.status is Status.RUNNING]
+        logits = logits if len(live) == len(owned) else logits[live]  # failed just now, or aborted meanwhile
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
         self.scheduler.commit(plan)
         row = 0
