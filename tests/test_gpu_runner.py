@@ -136,6 +136,21 @@ def test_nothing_starts_ahead_where_it_could_matter() -> None:
     assert fast._flight is not None  # somebody waits, but there is no seat
 
 
+def test_no_step_goes_beyond_max_model_len() -> None:
+    """A row of the table on the device has room for max_model_len tokens; the next one is somebody else's."""
+    plain, fast = engines(tiny_config(num_layers=1), max_model_len=8)
+    ends, start = [], fast.runner.start
+
+    def started(plan, after=None):
+        ends.extend(chunk.end for chunk in plan.chunks)
+        return start(plan, after)
+
+    fast.runner.start = started
+    texts, params = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=50, **GREEDY)
+    assert tokens_of(fast, texts, params) == tokens_of(plain, texts, params)
+    assert max(ends) == 7  # the last token is never computed
+
+
 @pytest.mark.parametrize("how", ["abort", "timeout"])
 def test_a_request_that_ends_in_flight_frees_its_blocks_once(how) -> None:
     """mini-sglang 111, sglang 18803 (double free), 28374 (its unfinished blocks in the prefix cache)."""
