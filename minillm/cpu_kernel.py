@@ -30,7 +30,7 @@ def compiled(head_dim: int, block_size: int) -> Callable[..., None]:
 
     # no "nnan", "ninf": masked scores are -inf
     @njit(parallel=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, nogil=True, cache=True)
-    def kernel(q, keys, values, starts, counts, lengths, tables, scale, window, out):  # type: ignore[no-untyped-def]
+    def kernel(q, keys, values, starts, counts, lengths, tables, scale, window, out):
         num_kv_heads = keys.shape[1]
         share = q.shape[1] // num_kv_heads
         for task in prange(len(starts) * num_kv_heads):

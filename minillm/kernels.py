@@ -36,13 +36,13 @@ def _launch(x: Tensor) -> dict[str, bool]:
 
 
 @triton.jit
-def _wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _wait(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def _let_next_start(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _let_next_start(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
 
@@ -51,7 +51,7 @@ def _let_next_start(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _embed(tokens, sources, previous, table, out, size, SIZE: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _embed(tokens, sources, previous, table, out, size, SIZE: tl.constexpr, PDL: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     _wait(PDL)
     _let_next_start(PDL)
@@ -79,7 +79,7 @@ def embed(tokens: Tensor, sources: Tensor, previous: Tensor, table: Tensor) -> T
 
 
 @triton.jit
-def _rms_norm(x, weight, out, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(x, weight, out, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr):
     """One program for each row of x: row / sqrt(mean(row ** 2) + eps) * weight, in float32, written to `out`.
 
     x, out: [T, size]; weight: [size]. SIZE: `size` rounded up to a power of two; `inside` marks the real columns.
@@ -105,7 +105,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _swiglu(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     _wait(PDL)
@@ -123,7 +123,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _matvec(  # type: ignore[no-untyped-def]
+def _matvec(
     x, weight, bias, norm, residual, out, n_size, k_size, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -208,7 +208,7 @@ def matvec(
 
 
 @triton.jit
-def _rope_store(  # type: ignore[no-untyped-def]
+def _rope_store(
     qkv, positions, slots, frequencies, q_gain, k_gain, keys, values, key_scales, value_scales, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     NORM: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
@@ -281,7 +281,7 @@ def rope_store(
 
 
 @triton.jit
-def online_softmax(m, l, scores):  # type: ignore[no-untyped-def]
+def online_softmax(m, l, scores):
     """One tile of an online softmax, in base 2: the twin of `attention.online_update`.
 
     m, l: [R], the largest score so far and the sum of exp2(score - m); scores: [R, C], -inf where a key may not be
@@ -297,7 +297,7 @@ def online_softmax(m, l, scores):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unpack(words, FP8: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unpack(words, FP8: tl.constexpr, ASM: tl.constexpr):
     """Words of two int8 or fp8 numbers to two float16 tensors, low bytes and high bytes; fp8 comes out times 2**-8.
 
     A multiprocessor converts such numbers slowly, and moves single bytes slowly, so it is done on bits, two words at
@@ -331,7 +331,7 @@ def _unpack(words, FP8: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def cache_rows(table, key, inside, g, PAGE: tl.constexpr, KV_HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+def cache_rows(table, key, inside, g, PAGE: tl.constexpr, KV_HEADS: tl.constexpr):
     """Where a KV head's keys at these positions are: rows of the cache seen as [num_slots * num_kv_heads, D].
 
     table: pointer to the sequence's block table; key: [C] positions; inside: [C], False where there is none (there the
@@ -344,7 +344,7 @@ def cache_rows(table, key, inside, g, PAGE: tl.constexpr, KV_HEADS: tl.constexpr
 
 
 @triton.jit
-def _attention(  # type: ignore[no-untyped-def]
+def _attention(
     q, keys, values, key_scales, value_scales, out, parts, parts_lse,
     tile_sequence, tile_first, starts, counts, lengths, seats, tables, scale, window, q_stride, table_stride, num_slots,
     KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
@@ -422,7 +422,7 @@ def _attention(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def merge_parts(each, lse):  # type: ignore[no-untyped-def]
+def merge_parts(each, lse):
     """Attention over a whole context from its parts (Flash-Decoding, 2023): [S, D] and [S] to [D].
 
     each: every part's own output, normalised; lse: log2 of its sum of exp2(scores), -inf if it had no keys.
@@ -436,7 +436,7 @@ def merge_parts(each, lse):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _combine(parts, parts_lse, out, SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine(parts, parts_lse, out, SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PDL: tl.constexpr):
     row, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
     _wait(PDL)
     _let_next_start(PDL)
@@ -516,14 +516,14 @@ def paged_attention(
 
 
 @triton.jit
-def _sort_key(x):  # type: ignore[no-untyped-def]
+def _sort_key(x):
     """An int32 that orders float32 numbers as their values."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix(x):
     """SplitMix64's finaliser, as in `sampler`."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -531,7 +531,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gumbel(seed, position, ids):  # type: ignore[no-untyped-def]
+def _gumbel(seed, position, ids):
     """`sampler.gumbel_noise`. The GPU's fast logarithm is rough near 1, where the largest noise is: a series there."""
     bits = (_mix(_mix(_mix(seed) + position) + ids.to(tl.int64) * -7046029254386353131) >> 41) & 0x7FFFFF
     uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07
@@ -544,7 +544,7 @@ def _gumbel(seed, position, ids):  # type: ignore[no-untyped-def]
 @triton.jit
 def _total(
     row, low, high, id_end, temperature, peak, size, floor_key, floor_id, MASS: tl.constexpr, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """Count (or probability mass, not normalised) of the row's kept tokens with key in low..high and id below id_end.
 
     Kept is what earlier filters left: keys above floor_key, and equal keys up to id floor_id.
@@ -564,7 +564,7 @@ def _total(
 
 
 @triton.jit
-def _tighten(row, goal, temperature, peak, size, floor_key, floor_id, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tighten(row, goal, temperature, peak, size, floor_key, floor_id, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Take kept tokens from the top until `goal` (a count, or a mass) is reached: (key, id) of the last one taken."""
     low, high = tl.full((), -2147483648, tl.int64), tl.full((), 2147483646, tl.int64)
     while low < high:  # the smallest key whose larger keys alone do not reach the goal
@@ -589,7 +589,7 @@ def _tighten(row, goal, temperature, peak, size, floor_key, floor_id, MASS: tl.c
 
 
 @triton.jit
-def _filter(  # type: ignore[no-untyped-def]
+def _filter(
     logits, temperatures, top_ks, top_ps, min_ps, floor_keys, floor_ids, size, stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -623,7 +623,7 @@ def _filter(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _draw(  # type: ignore[no-untyped-def]
+def _draw(
     logits, temperatures, seeds, positions, floor_keys, floor_ids, best, best_ids, bad, size, stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -645,7 +645,7 @@ def _draw(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pick(best, best_ids, bad, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pick(best, best_ids, bad, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
     r, i = tl.program_id(0), tl.arange(0, PARTS)
     _wait(PDL)
     value, where = tl.max(tl.load(best + r * parts + i, i < parts, float("-inf")), 0, return_indices=True)

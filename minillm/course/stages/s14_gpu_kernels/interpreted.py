@@ -162,7 +162,7 @@ def watch(strict: bool = False, **tensors: Tensor) -> Iterator[Watch]:
 
 
 @interpreted
-def _tile(m, l, scores, new_m, new_l, weights, shrink, R: tl.constexpr, C: tl.constexpr, FN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(m, l, scores, new_m, new_l, weights, shrink, R: tl.constexpr, C: tl.constexpr, FN: tl.constexpr):
     r, c = tl.arange(0, R), tl.arange(0, C)
     place = r[:, None] * C + c[None, :]
     state = FN(tl.load(m + r), tl.load(l + r), tl.load(scores + place))
@@ -181,7 +181,7 @@ def run_online_softmax(fn: Any, m: Tensor, l: Tensor, scores: Tensor) -> dict[st
 
 
 @interpreted
-def _rows(table, keys, flags, out, g, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, N: tl.constexpr, FN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows(table, keys, flags, out, g, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, N: tl.constexpr, FN: tl.constexpr):
     i = tl.arange(0, N)
     inside = tl.load(flags + i) != 0
     tl.store(out + i, FN(table, tl.load(keys + i), inside, g, PAGE, KV_HEADS), inside)
@@ -195,7 +195,7 @@ def run_cache_rows(fn: Any, table: Tensor, key: Tensor, inside: Tensor, g: int, 
 
 
 @interpreted
-def _merge(each, lse, out, S: tl.constexpr, D: tl.constexpr, FN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _merge(each, lse, out, S: tl.constexpr, D: tl.constexpr, FN: tl.constexpr):
     s, d = tl.arange(0, S), tl.arange(0, D)
     tl.store(out + d, FN(tl.load(each + s[:, None] * D + d[None, :]), tl.load(lse + s)))
 
