@@ -305,6 +305,18 @@ def test_a_mixed_step_never_takes_the_decode_graph() -> None:
     assert any(len(counts) > 1 and 1 in counts and max(counts) > 1 for _, counts in taken)
 
 
+def test_the_step_that_is_measured_for_its_memory_runs(monkeypatch) -> None:
+    """The largest step, on a cache of its own. Without a GPU the counters are faked; the step itself is computed."""
+    _, fast = engines(tiny_config(num_layers=1), max_num_batched_tokens=30)
+    if DEVICE == "cpu":
+        for name, value in (("reset_peak_memory_stats", None), ("memory_allocated", 5), ("max_memory_allocated", 12)):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for longest in (1, 7, 64):
+        found = gpu_runner.activation_bytes(fast.model, fast.engine_config, longest)
+        assert found == 7 if DEVICE == "cpu" else found > 0
+
+
 def test_buckets_and_splits() -> None:
     assert gpu_runner.buckets(1) == [1]
     assert gpu_runner.buckets(7) == [1, 2, 4, 7]

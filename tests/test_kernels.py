@@ -107,6 +107,17 @@ def tiles_of(counts, lengths, tables, share, block_m, splits):
     )  # fmt: skip
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter can watch memory, a GPU cannot")
+def test_cache_rows_reads_only_the_table() -> None:
+    """Positions beyond the context have no page: the table must not be read for them (strict: an IndexError)."""
+    from minillm.course.stages.s14_gpu_kernels.interpreted import run_cache_rows
+
+    table, key = torch.tensor([5, 2], dtype=torch.int32), torch.arange(16, dtype=torch.int32)
+    rows = run_cache_rows(kernels.cache_rows, table, key, key < 7, 1, 4, 3)
+    want = [slot * 3 + 1 for slot in kv.slots_for([5, 2], 0, 7, 4)]
+    assert rows.tolist() == want + [-1] * 9
+
+
 SHAPES = [  # heads, KV heads, head size, page size, window
     (6, 2, 16, 16, None),
     (9, 1, 8, 1, None),
