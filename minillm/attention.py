@@ -302,7 +302,7 @@ def numba(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, scale: float,
 
     out = torch.zeros_like(q)
     if "short" not in layout.made:
-        layout.made["short"] = cpu_kernel.short_sequences(layout, SHORT)
+        layout.made["short"] = cpu_kernel.short_sequences(layout, SHORT, q.shape[1], q.shape[2])
     cpu_kernel.attend(q, keys, values, layout.made["short"], layout.block_size, scale, window, out)  # type: ignore[arg-type]
     return sdpa(q, keys, values, layout, scale, window, out, SHORT)
 

@@ -22,14 +22,13 @@ from .model import Block, Linear, RMSNorm, Transformer
 class DeviceBatch:
     """One step's input as tensors on the device. T rows; see `model.Batch` for the first three.
 
-    tiles: the parts of the attention, one call of the kernel for each (short sequences, and prompts).
     logit_rows: [R] int64, or None if every row's logits are wanted. sources, previous: see `kernels.embed`.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    tiles: list[kernels.Tiles]
+    tiles: kernels.Tiles
     sources: Tensor
     previous: Tensor
     logit_rows: Tensor | None = None
@@ -50,11 +49,10 @@ def forward(model: Transformer, batch: DeviceBatch, cache: kv.KVCache) -> Tensor
             config.rms_norm_eps,
         )  # fmt: skip
         mixed = x.new_empty(len(x), config.num_heads * config.head_dim)
-        for tiles in batch.tiles:
-            kernels.paged_attention(
-                qkv, cache.layer(layer), tiles, mixed, cache.block_size, config.num_heads, config.head_dim**-0.5,
-                block.window,
-            )  # fmt: skip
+        kernels.paged_attention(
+            qkv, cache.layer(layer), batch.tiles, mixed, cache.block_size, config.num_heads, config.head_dim**-0.5,
+            block.window,
+        )  # fmt: skip
         x = _product(mixed, block.o, residual=x)
         if single:
             hidden = _product(x, block.gate_up, block.mlp_norm, gated=True)

@@ -1,8 +1,9 @@
-"""The runner for a GPU: the whole step, sampling included, without waiting; decode steps as CUDA graphs.
+"""The runner for a GPU: the whole step, sampling included, without waiting; steps of usual sizes as CUDA graphs.
 
-A graph replays the same kernels on the same addresses. So there are graphs for some batch sizes (`buckets`), each with
-its inputs in persistent buffers; a smaller batch is padded with rows that write to the cache's spare block and read no
-context. All graphs share one memory pool, the largest captured first.
+A graph replays the same kernels on the same addresses, and always for as many tokens, sequences, tiles and rows as it
+was captured with (its `Shape`). So there are graphs for some shapes, with their input in persistent buffers; what a step
+has less of is padded: tokens that write to the cache's spare block, sequences without queries, tiles of nothing. Any
+other step runs the same code without a graph. All graphs share one memory pool, the largest captured first.
 
 The CPU fills a pinned buffer, starts one copy and one replay, and goes on. What a step has sampled stays on the device
 too, where the next step can begin with it (`sources`) before the CPU has seen it.
@@ -10,8 +11,9 @@ too, where the next step can begin with it (`sources`) before the CPU has seen i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -23,36 +25,83 @@ from .model import Transformer
 from .request import Request, Status
 from .scheduler import Plan
 
-SHORT = 8  # sequences with at most so many queries are one tile of 16 rows for each KV head
-PROMPT_TILE = 128  # rows of a tile of a longer one
+LARGEST = 2048  # tokens of the largest graph: in longer steps the GPU takes longer than the launches
+NOTHING = kernels.NO_TILE
 
-# name, dtype, value of a padding row. What the host sends for each sequence of a decode step.
-FIELDS = (
+# The input of a step: name, dtype and the value that makes a padding entry harmless, one array for each.
+TOKENS = (
     ("tokens", np.int64, 0),
     ("sources", np.int64, -1),
     ("positions", np.int64, 0),
     ("slots", np.int64, 0),  # but padding goes to the spare block
-    ("seeds", np.int64, 0),
-    ("draws", np.int64, 0),
+)
+SEQUENCES = (
+    ("starts", np.int32, 0),
+    ("counts", np.int32, 0),
     ("lengths", np.int32, 0),
     ("seats", np.int32, 0),
+    ("tile_sequences", np.int32, 0),  # the longest first, so that no long one is left to the end
+    ("tile_firsts", np.int32, NOTHING),  # 0 where the sequence is a tile by itself
+)
+TILES = (("long_sequences", np.int32, 0), ("long_firsts", np.int32, NOTHING))
+ROWS = (
+    ("rows", np.int64, 0),
+    ("seeds", np.int64, 0),
+    ("draws", np.int64, 0),
     ("top_ks", np.int32, 0),
     ("temperatures", np.float32, 0.0),
     ("top_ps", np.float32, 1.0),
     ("min_ps", np.float32, 0.0),
 )
+GROUPS = (TOKENS, SEQUENCES, TILES, ROWS)
+FIELDS = (*TOKENS, *SEQUENCES, *TILES, *ROWS)
+SAMPLING = ("seeds", "top_ks", "temperatures", "top_ps", "min_ps")  # what a request keeps from step to step
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens, sequences, tiles of long sequences, and rows that get a token, of one step.
+
+    A step in which each sequence brings one token and gets one has three equal numbers and no tiles (`decode`).
+    """
+
+    tokens: int
+    sequences: int
+    tiles: int
+    rows: int
+
+    @property
+    def decode(self) -> bool:
+        return self.tiles == 0 and self.tokens == self.sequences == self.rows
+
+    def holds(self, other: Shape) -> bool:
+        """Whether a step of this shape can compute that one, the rest being padding."""
+        enough = all(mine >= its for mine, its in zip(astuple(self), astuple(other), strict=True))
+        return enough and self.decode == other.decode
 
 
 def buckets(most: int) -> list[int]:
-    """Batch sizes that get a graph of their own: 1, 2, 4, then every 8 up to 64, every 32 up to 512."""
+    """Batch sizes of decode steps that get a graph of their own: 1, 2, 4, then every 8 up to 64, every 32 up to 512."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 513, 32)]
     return [*(size for size in sizes if size < most), min(most, 512)]
 
 
-def split_count(num_programs: int, num_processors: int) -> int:
-    """Parts to read each context in, a power of two up to 16: at least a program for each multiprocessor, if it can."""
+def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int, queries_per_tile: int) -> list[Shape]:
+    """The shapes that get a graph: those of decode steps, and of steps with prompts in them up to LARGEST tokens."""
+    shapes = [Shape(size, size, 0, size) for size in buckets(max_num_seqs)]
+    size = 16
+    while size <= min(LARGEST, max_num_batched_tokens):
+        many = min(max_num_seqs, size)
+        tiles = size // queries_per_tile + min(16, many)  # every sequence may end with a tile that is not full
+        shapes.append(Shape(size, many, tiles, many))
+        size *= 2
+    return shapes
+
+
+def split_count(num_programs: int, wanted: int) -> int:
+    """Parts to read each context in, a power of two up to 16: so many that `wanted` programs run, if it can."""
     parts = 1
-    while parts < 16 and num_programs * parts < num_processors:
+    while parts < 16 and num_programs * parts < wanted:
         parts *= 2
     return parts
 
@@ -65,56 +114,67 @@ def pad_rows(fields: dict[str, np.ndarray], count: int, padded: int, spare_slot:
     """
     # exercise 14.5
     for name, _, empty in FIELDS:
-        fields[name][count:padded] = spare_slot if name == "slots" else empty
+        if name in fields:
+            fields[name][count:padded] = spare_slot if name == "slots" else empty
     # end exercise 14.5
 
 
-class Fields:
+class Inputs:
     """One array for each of FIELDS, on the device, and pinned twins of all on the host that travel in one copy."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        widths = [np.dtype(kind).itemsize * size for _, kind, _ in FIELDS]
-        ends = np.cumsum(widths)
-        pin = device.type == "cuda"
-        self.device = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
+    def __init__(self, most: Shape, device: torch.device) -> None:
+        self.most, pin = most, device.type == "cuda"
+        spans, end = [], 0
+        for group, size in zip(GROUPS, astuple(most), strict=True):
+            for name, kind, _ in group:
+                width = np.dtype(kind).itemsize * size
+                spans.append((name, kind, end, end + width))
+                end += -(-width // 8) * 8  # int64 begins at multiples of 8
+        self.device = torch.empty(end, dtype=torch.uint8, device=device)
         # two, in turns: the copy out of one may not have begun when the next step is prepared
-        self.host = [torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self.host = [torch.empty(end, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self.turn = 0
-        spans = [
-            (name, kind, end - width, end) for (name, kind, _), width, end in zip(FIELDS, widths, ends, strict=True)
-        ]
         kinds = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
         self.on_device = {name: self.device[a:b].view(kinds[kind]) for name, kind, a, b in spans}
         self.on_host = [{name: h[a:b].numpy().view(kind) for name, kind, a, b in spans} for h in self.host]
 
-    def send(self, count: int, padded: int, values: dict[str, Sequence], spare_slot: int) -> None:
-        """Write the first `count` rows, pad up to `padded`, and start the copy."""
+    def send(self, values: dict[str, np.ndarray], count: Shape, padded: Shape, spare_slot: int) -> None:
+        """Write what there is, pad it up to `padded`, and start the copy."""
         self.turn ^= 1
-        for name, array in self.on_host[self.turn].items():
-            array[:count] = values[name]
-        pad_rows(self.on_host[self.turn], count, padded, spare_slot)
+        host = self.on_host[self.turn]
+        for group, size, full in zip(GROUPS, astuple(count), astuple(padded), strict=True):
+            fields = {name: host[name] for name, _, _ in group}
+            for name, array in fields.items():
+                array[:size] = values[name]
+            pad_rows(fields, size, full, spare_slot)
         self.device.copy_(self.host[self.turn], non_blocking=True)
 
 
 class Tables:
-    """Block tables on the device, one row (a seat) for each running request, changed in place where they changed."""
+    """What is kept for each running request on a row (a seat) of its own: its block table and how it is sampled.
 
-    def __init__(self, num_seats: int, num_pages: int, device: torch.device) -> None:
+    data: the tables on the device, changed in place where they changed; pages: the same on the host.
+    """
+
+    def __init__(self, num_seats: int, num_pages: int, num_ids: int, device: torch.device) -> None:
         self.data = torch.zeros(num_seats, num_pages, dtype=torch.int32, device=device)
+        self.pages = np.zeros((num_seats, num_pages), np.int64)
+        self.sampling = {name: np.zeros(num_seats, kind) for name, kind, _ in ROWS if name in SAMPLING}
+        self.row = np.zeros(num_seats, np.int64)  # in which row of the last step it was sampled
+        self.num_ids = num_ids
         self.seats: dict[Request, int] = {}
         self.known: list[list[int]] = [[] for _ in range(num_seats)]
         self.free = list(range(num_seats - 1, -1, -1))
 
-    def update(self, requests: Sequence[Request]) -> list[int]:
-        """Their seats; what is new in their tables is on its way to the device."""
+    def update(self, requests: Sequence[Request]) -> np.ndarray:
+        """Their seats [N]; what is new in their tables is on its way to the device."""
         for request in [r for r in self.seats if r.status is not Status.RUNNING]:
             self.free.append(self.seats.pop(request))
         places: list[int] = []
         numbers: list[int] = []
-        seats = []
         for request in requests:
             if request not in self.seats:
-                self.seats[request] = self.free.pop()
+                self._sit(request)
             seat, table = self.seats[request], request.block_table
             known, base = self.known[seat], seat * self.data.shape[1]
             if known != table:
@@ -122,11 +182,18 @@ class Tables:
                 places += [base + i for i in new]
                 numbers += [table[i] for i in new]
                 self.known[seat] = list(table)
-            seats.append(seat)
         if places:
+            self.pages.reshape(-1)[places] = numbers
             pairs = upload(np.array([places, numbers]), self.data.device)
             self.data.view(-1).index_copy_(0, pairs[0], pairs[1].int())
-        return seats
+        return np.array([self.seats[request] for request in requests], np.int32)
+
+    def _sit(self, request: Request) -> None:
+        seat, params = self.free.pop(), request.params
+        self.seats[request] = seat
+        values = (request.seed, min(params.top_k, self.num_ids), params.temperature, params.top_p, params.min_p)
+        for name, value in zip(SAMPLING, values, strict=True):
+            self.sampling[name][seat] = value
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
@@ -162,10 +229,12 @@ def activation_bytes(model: Transformer, engine: EngineConfig, max_model_len: in
     table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
     one = torch.ones(1, dtype=torch.int32, device=device)
     share = model.config.num_heads // model.config.num_kv_heads
-    first = torch.arange(0, count, PROMPT_TILE // share, dtype=torch.int32, device=device)
-    tiles = kernels.Tiles(one * 0, one * count, one * count, one * 0, table, first * 0, first, PROMPT_TILE)
+    first = torch.arange(0, count, kernels.LONG_TILE // share, dtype=torch.int32, device=device)
+    tiles = kernels.Tiles(
+        one * 0, one * count, one * count, one * 0, table, one * 0, one * NOTHING, long=(first * 0, first)
+    )  # fmt: skip
     rows = whole[: min(engine.max_num_seqs, count)]
-    batch = fused.DeviceBatch(whole * 0, whole, whole, [tiles], whole * 0 - 1, whole, rows)
+    batch = fused.DeviceBatch(whole * 0, whole, whole, tiles, whole * 0 - 1, whole, rows)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     fused.forward(model, batch, cache)
@@ -190,53 +259,64 @@ class GpuRunner(runner.Runner):
         num_ids: int,
     ) -> None:
         super().__init__(model, cache, host, "sdpa")
-        self.num_ids, self.most = num_ids, engine.max_num_seqs
-        self.fields = Fields(self.most, self.device)
-        self.tables = Tables(self.most, kv.blocks_needed(max_model_len, cache.block_size), self.device)
+        self.num_ids, self.most, config = num_ids, engine.max_num_seqs, model.config
+        self.spare_slot = cache.num_blocks * cache.block_size
+        self.tables = Tables(self.most, kv.blocks_needed(max_model_len, cache.block_size), num_ids, self.device)
         self.sampled = torch.zeros(self.most, dtype=torch.int64, device=self.device)
         on_gpu = self.device.type == "cuda"
         self.results = [torch.empty(self.most, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
         self.turn = 0
-        self.rows = torch.arange(self.most, dtype=torch.int32, device=self.device)
-        self.zeros, self.ones = torch.zeros_like(self.rows), torch.ones_like(self.rows)
-        share = model.config.num_heads // model.config.num_kv_heads
+        share = config.num_heads // config.num_kv_heads
+        # a sequence whose queries fit one tile of few rows is that tile; others are tiles of LONG_TILE rows
         self.short_tile = max(16, kernels.triton.next_power_of_2(share))
-        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 1
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.short, self.per_tile = self.short_tile // share, kernels.LONG_TILE // share
+        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
+        shapes = graph_shapes(self.most, engine.max_num_batched_tokens, self.per_tile)
+        self.inputs = Inputs(Shape(*map(max, zip(*map(astuple, shapes), strict=True))), self.device)
+        self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         if on_gpu and not engine.enforce_eager:
-            self._capture()
+            self._capture(shapes)
 
-    # ---- decode: fixed shapes
+    # ---- a step from its input buffers
+
+    def _forward(self, shape: Shape, inputs: Inputs) -> Tensor:
+        """Logits [R, V] of a step whose input is on the device."""
+        sizes = zip(GROUPS, astuple(shape), strict=True)
+        on = {name: inputs.on_device[name][:size] for group, size in sizes for name, _, _ in group}
+        # a multiprocessor runs several programs of one query at once, of those with long tiles it runs one or two
+        programs = shape.sequences if shape.decode else max(1, shape.tokens // self.per_tile)
+        wanted = self.processors * (4 if shape.decode else 1)
+        tiles = kernels.Tiles(
+            on["starts"], on["counts"], on["lengths"], on["seats"], self.tables.data,
+            on["tile_sequences"], on["tile_firsts"], self.short_tile,
+            split_count(programs * self.model.config.num_kv_heads, wanted),
+            (on["long_sequences"], on["long_firsts"]) if shape.tiles else None,
+        )  # fmt: skip
+        rows = None if shape.decode else on["rows"]
+        batch = fused.DeviceBatch(
+            on["tokens"], on["positions"], on["slots"], tiles, on["sources"], self.sampled, rows
+        )  # fmt: skip
+        return fused.forward(self.model, batch, self.cache)
+
+    def _compute(self, shape: Shape, inputs: Inputs) -> None:
+        """A whole step, to `sampled`."""
+        logits, on = self._forward(shape, inputs), inputs.on_device
+        columns = (on[name][: shape.rows] for name in ("seeds", "draws", "temperatures", "top_ks", "top_ps", "min_ps"))
+        kernels.sample(logits, kernels.Draws(*columns), self.num_ids, self.sampled[: shape.rows])
 
     @torch.inference_mode()
-    def _decode(self, size: int) -> None:
-        """One step of `size` rows, all from persistent buffers, to `sampled`."""
-        on = {name: array[:size] for name, array in self.fields.on_device.items()}
-        rows, ones, zeros = self.rows[:size], self.ones[:size], self.zeros[:size]
-        splits = split_count(size * self.model.config.num_kv_heads, self.processors)
-        tiles = kernels.Tiles(
-            rows, ones, on["lengths"], on["seats"], self.tables.data, rows, zeros, self.short_tile, splits
-        )  # fmt: skip
-        batch = fused.DeviceBatch(on["tokens"], on["positions"], on["slots"], [tiles], on["sources"], self.sampled)
-        logits = fused.forward(self.model, batch, self.cache)
-        draws = kernels.Draws(
-            on["seeds"], on["draws"], on["temperatures"], on["top_ks"], on["top_ps"], on["min_ps"]
-        )  # fmt: skip
-        kernels.sample(logits, draws, self.num_ids, self.sampled[:size])
-
-    def _capture(self) -> None:
-        pool = None
-        for size in reversed(buckets(self.most)):
-            self.fields.send(
-                0, size, {name: [] for name, _, _ in FIELDS}, self.cache.num_blocks * self.cache.block_size
-            )
-            self._decode(size)  # compiles what is not compiled yet
+    def _capture(self, shapes: Sequence[Shape]) -> None:
+        pool, nothing = None, {name: np.empty(0) for name, _, _ in FIELDS}
+        for shape in sorted(shapes, key=lambda shape: -shape.tokens):
+            self.inputs.send(nothing, Shape(0, 0, 0, 0), shape, self.spare_slot)
+            self._compute(shape, self.inputs)  # compiles what is not compiled yet
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
-                self._decode(size)
+            with torch.cuda.graph(graph, pool=pool):
+                self._compute(shape, self.inputs)
             pool = pool or graph.pool()
-            self.graphs[size] = graph
+            self.graphs[shape] = graph
+        self.graphs = dict(sorted(self.graphs.items(), key=lambda item: item[0].tokens))  # the first that holds is best
 
     # ---- any plan
 
@@ -244,14 +324,14 @@ class GpuRunner(runner.Runner):
     def start(self, plan: Plan, after: runner.Flight | None = None) -> Flight:
         """Start a plan, sampling included. `after`: the flight whose tokens it begins with."""
         self.move(plan)
-        requests = [chunk.request for chunk in plan.chunks]
-        seats = self.tables.update(requests)
-        rows = [chunk.request for chunk in plan.chunks if chunk.num_logits]
-        single = all(chunk.end - chunk.start == 1 == chunk.num_logits for chunk in plan.chunks) and not plan.num_padding
-        if single:
-            self._start_decode(plan, seats, after)
+        values, count = self._values(plan, after is not None)
+        shape = next((shape for shape in self.graphs if shape.holds(count)), None)
+        if shape is not None:
+            self.inputs.send(values, count, shape, self.spare_slot)
+            self.graphs[shape].replay()
         else:
-            self._start_ragged(plan, seats)
+            self._compute(count, self._own_inputs(values, count))
+        rows = [chunk.request for chunk in plan.chunks if chunk.num_logits]
         self.turn ^= 1
         host, done = self.results[self.turn], None
         host[: len(rows)].copy_(self.sampled[: len(rows)], non_blocking=True)
@@ -260,82 +340,58 @@ class GpuRunner(runner.Runner):
             done.record()
         return Flight(plan, rows, host, done)
 
-    def _start_decode(self, plan: Plan, seats: list[int], after: runner.Flight | None) -> None:
-        size, count = self.cache.block_size, len(plan.chunks)
-        places = {r: i for i, r in enumerate(after.rows)} if after is not None else {}
-        positions = np.array([chunk.start for chunk in plan.chunks])
-        requests = [chunk.request for chunk in plan.chunks]
-        pages = np.array([c.request.block_table[c.start // size] for c in plan.chunks])
-        params = [request.params for request in requests]
-        values = {
-            "tokens": [0 if r in places else r.tokens[-1] for r in requests],
-            "sources": [places.get(r, -1) for r in requests],
-            "positions": positions,
-            "slots": pages * size + positions % size,
-            "seeds": [r.seed for r in requests],
-            "draws": positions + 1,
-            "lengths": positions + 1,
-            "seats": seats,
-            "top_ks": [min(p.top_k, self.num_ids) for p in params],
-            "temperatures": [p.temperature for p in params],
-            "top_ps": [p.top_p for p in params],
-            "min_ps": [p.min_p for p in params],
-        }
-        padded = next((bucket for bucket in sorted(self.graphs) if bucket >= count), count)
-        self.fields.send(count, padded, values, self.cache.num_blocks * size)
-        if padded in self.graphs:
-            self.graphs[padded].replay()
-        else:
-            self._decode(count)
-
-    def _start_ragged(self, plan: Plan, seats: list[int]) -> None:
-        logits = fused.forward(self.model, self._ragged(plan, seats), self.cache)
-        owners = [chunk.request for chunk in plan.chunks if chunk.num_logits]
-        if not owners:
-            return
-        whole = np.array([[r.seed, len(r.tokens), min(r.params.top_k, self.num_ids)] for r in owners])
-        real = np.array([[r.params.temperature, r.params.top_p, r.params.min_p] for r in owners], np.float32)
-        seeds, positions, top_ks = upload(np.ascontiguousarray(whole.T), self.device)
-        temperatures, top_ps, min_ps = upload(np.ascontiguousarray(real.T), self.device)
-        draws = kernels.Draws(seeds, positions, temperatures, top_ks.int(), top_ps, min_ps)
-        kernels.sample(logits, draws, self.num_ids, self.sampled[: len(owners)])
-
-    def _ragged(self, plan: Plan, seats: list[int]) -> fused.DeviceBatch:
-        """Lay the chunks one after another; short sequences and prompts get tiles of their own shape."""
-        size, chunks = self.cache.block_size, plan.chunks
-        counts = np.array([c.end - c.start for c in chunks], np.int32)
-        starts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int32)
-        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-        pages = np.concatenate([np.array(c.request.block_table)[np.arange(c.start, c.end) // size] for c in chunks])
-        tokens = np.concatenate([np.array(c.request.tokens[c.start : c.end]) for c in chunks])
-        slots = pages * size + positions % size
-        dead = plan.num_padding
-        flat = np.stack([np.pad(tokens, (0, dead)), np.pad(positions, (0, dead)),
-                         np.pad(slots, (0, dead), constant_values=self.cache.num_blocks * size)])  # fmt: skip
-        token_ids, places, where = upload(flat, self.device)
-        lengths = np.array([c.end for c in chunks], np.int32)
-        each = upload(np.stack([starts, counts, lengths, np.array(seats, np.int32)]), self.device)
-        groups = []
-        share = self.model.config.num_heads // self.model.config.num_kv_heads
-        for block_m, members in ((self.short_tile, counts <= SHORT), (PROMPT_TILE, counts > SHORT)):
-            per_tile = block_m // share
-            numbers = np.flatnonzero(members)
-            if len(numbers) == 0:
-                continue
-            tiles = -(-counts[numbers] // per_tile)
-            first = np.concatenate([np.arange(n) for n in tiles]) * per_tile
-            both = upload(np.stack([np.repeat(numbers, tiles), first]).astype(np.int32), self.device)
-            groups.append(
-                kernels.Tiles(each[0], each[1], each[2], each[3], self.tables.data, both[0], both[1], block_m)
-            )
-        ends = starts + counts
-        wanted = [range(e - c.num_logits, e) for c, e in zip(chunks, ends.tolist(), strict=True)]
-        rows = upload(np.array([row for span in wanted for row in span], np.int64), self.device)
-        return fused.DeviceBatch(token_ids, places, where, groups, torch.full_like(token_ids, -1), self.sampled, rows)
-
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
         """Logits, for requests that need more than a token; see `runner.Runner.run`."""
         self.move(plan)
-        seats = self.tables.update([chunk.request for chunk in plan.chunks])
-        return fused.forward(self.model, self._ragged(plan, seats), self.cache)
+        values, count = self._values(plan, False)
+        return self._forward(count, self._own_inputs(values, count))
+
+    def _own_inputs(self, values: dict[str, np.ndarray], count: Shape) -> Inputs:
+        """Buffers for one step of a shape that has no graph."""
+        inputs = Inputs(count, self.device)
+        inputs.send(values, count, count, self.spare_slot)
+        return inputs
+
+    def _values(self, plan: Plan, in_flight: bool) -> tuple[dict[str, np.ndarray], Shape]:
+        """The input of a step, for each of FIELDS. in_flight: it begins with tokens that are on the device only."""
+        size, chunks = self.cache.block_size, plan.chunks
+        seats = self.tables.update([chunk.request for chunk in chunks])
+        begins, ends = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("start", "end"))
+        counts = ends - begins
+        starts = np.cumsum(counts) - counts
+        whose = np.repeat(np.arange(len(chunks)), counts)  # the sequence of each token
+        positions = np.arange(len(whose)) - (starts - begins)[whose]
+        if in_flight:
+            tokens, sources = np.zeros(len(whose), np.int64), self.tables.row[seats]
+        else:
+            flat = itertools.chain.from_iterable(chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks)
+            tokens, sources = np.fromiter(flat, np.int64, len(whose)), np.full(len(whose), -1)
+        logits = np.array([chunk.num_logits for chunk in chunks])
+        owners = np.repeat(np.arange(len(chunks)), logits)  # the sequence of each row
+        rows = np.arange(len(owners)) - (np.cumsum(logits) - (starts + counts))[owners]
+        self.tables.row[seats[owners]] = np.arange(len(owners))
+        order, long = np.argsort(-ends, kind="stable"), np.flatnonzero(counts > self.short)
+        tiles = -(-counts[long] // self.per_tile)
+        values = {
+            "tokens": tokens,
+            "sources": sources,
+            "positions": positions,
+            "slots": self.tables.pages[seats[whose], positions // size] * size + positions % size,
+            "starts": starts,
+            "counts": counts,
+            "lengths": ends,
+            "seats": seats,
+            "tile_sequences": order,
+            "tile_firsts": np.where(counts[order] > self.short, NOTHING, 0),
+            "long_sequences": np.repeat(long, tiles),
+            "long_firsts": (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * self.per_tile,
+            "rows": rows,
+            "draws": positions[rows] + 1,
+            **{name: column[seats[owners]] for name, column in self.tables.sampling.items()},
+        }
+        if plan.num_padding:
+            for name, _, empty in TOKENS:
+                dead = np.full(plan.num_padding, self.spare_slot if name == "slots" else empty)
+                values[name] = np.concatenate([values[name], dead])
+        return values, Shape(len(whose) + plan.num_padding, len(chunks), int(tiles.sum()), len(owners))

@@ -22,7 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .kv import LayerCache
 
 INTERPRETED = triton.knobs.runtime.interpret
-NO_WINDOW = 2**30
+NO_TILE = 2**29  # the first query of a tile that does nothing: no sequence is so long
+LONG_TILE = 128  # rows of a tile of a long sequence
 FULL_SCALE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # largest number of a cache dtype that needs a scale
 
 
@@ -347,15 +348,22 @@ def cache_rows(table, key, inside, g, PAGE: tl.constexpr, KV_HEADS: tl.constexpr
 def _attention(
     q, keys, values, key_scales, value_scales, out, parts, parts_lse,
     tile_sequence, tile_first, starts, counts, lengths, seats, tables, scale, window, q_stride, table_stride, num_slots,
-    KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    num_splits, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # PACKED: a word of the cache is two numbers, so there are two half-sized products, of even and of odd dimensions
+    # PACKED: a word of the cache is two numbers. Small tiles then compute two half-sized products, of even and of odd
+    # dimensions (HALVES), so that what was unpacked stays in registers; large ones put the numbers in their order again.
     WIDTH: tl.constexpr = 2 if PACKED else 1
-    tile, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows, columns, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WORDS)
-    inner = d < DIM // WIDTH
+    HALVES: tl.constexpr = PACKED and BLOCK_M < 64
+    STEP: tl.constexpr = 2 if HALVES else 1
+    COLUMNS: tl.constexpr = WORDS * WIDTH // STEP
+    WHOLE: tl.constexpr = WORDS * WIDTH == DIM
+    # neighbours are the KV heads of one sequence: what they read lies side by side
+    g, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, columns, words, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WORDS), tl.arange(0, COLUMNS)
+    full = words < DIM // WIDTH
+    inner = d < DIM // STEP
     sequence = tl.load(tile_sequence + tile)
     first, count, length = tl.load(tile_first + tile), tl.load(counts + sequence), tl.load(lengths + sequence)
     table = tables + tl.load(seats + sequence).to(tl.int64) * table_stride
@@ -368,37 +376,51 @@ def _attention(
     keep = good[:, None] & inner[None, :]
     _wait(PDL)
     _let_next_start(PDL)
-    place_q = q + token[:, None] * q_stride + head[:, None] * DIM + d[None, :] * WIDTH
+    place_q = q + token[:, None] * q_stride + head[:, None] * DIM + d[None, :] * STEP
     q0 = tl.load(place_q, keep, 0.0)
-    acc0 = tl.zeros((BLOCK_M, WORDS), tl.float32)
     if PACKED:
-        q0, q1 = q0.to(tl.float16), tl.load(place_q + 1, keep, 0.0).to(tl.float16)
-        acc1 = tl.zeros((BLOCK_M, WORDS), tl.float32)
+        q0 = q0.to(tl.float16)
+    acc0 = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    if HALVES:
+        q1 = tl.load(place_q + 1, keep, 0.0).to(tl.float16)
+        acc1 = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     m, l = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-    end = length - count + tl.minimum(first + BLOCK_M // SHARE, count)
-    low = tl.maximum(length - count + first - window + 1, 0) // BLOCK_N * BLOCK_N
-    per_split = tl.cdiv(tl.cdiv(end - low, BLOCK_N), SPLITS) * BLOCK_N
+    end = tl.where(first < count, length - count + tl.minimum(first + BLOCK_M // SHARE, count), 0)
+    low = tl.maximum(length - count + first - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOW else 0
+    per_split = tl.cdiv(tl.cdiv(end - low, BLOCK_N), num_splits) * BLOCK_N
     low = low + split * per_split
     for j in range(low, tl.minimum(low + per_split, end), BLOCK_N):
         key = j + columns
-        inside = key < end
-        row = cache_rows(table, key, inside, g, PAGE, KV_HEADS)
-        where = row[:, None] * (DIM // WIDTH) + d[None, :]
-        k = tl.load(keys + where, inside[:, None] & inner[None, :], 0)
-        v = tl.load(values + where, inside[:, None] & inner[None, :], 0)
+        # beyond the end the last key is read again, and not seen: no load needs a mask
+        there = tl.minimum(key, end - 1)
+        row = cache_rows(table, there, there >= 0, g, PAGE, KV_HEADS)
+        where = row[:, None] * (DIM // WIDTH) + words[None, :]
+        if WHOLE:
+            k, v = tl.load(keys + where), tl.load(values + where)
+        else:
+            k, v = tl.load(keys + where, full[None, :], 0), tl.load(values + where, full[None, :], 0)
         if PACKED:
             k0, k1 = _unpack(k, FP8, ASM)
+            v0, v1 = _unpack(v, FP8, ASM)
+            if not HALVES:
+                k, v = tl.join(k0, k1).reshape(BLOCK_N, COLUMNS), tl.join(v0, v1).reshape(BLOCK_N, COLUMNS)
+        if HALVES:
             scores = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
-            place_scale = g.to(tl.int64) * num_slots + row // KV_HEADS
-            scores *= tl.load(key_scales + place_scale, inside, 0.0)[None, :]
         else:
             scores = tl.dot(q0, tl.trans(k), input_precision=PRECISION)
-        scores *= scale * 1.4426950408889634  # log2(e)
-        seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        factor = scale * 1.4426950408889634  # log2(e)
+        if PACKED:
+            place_scale = g.to(tl.int64) * num_slots + row // KV_HEADS
+            scores *= (tl.load(key_scales + place_scale) * factor)[None, :]
+        else:
+            scores *= factor
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
         m, l, weights, shrink = online_softmax(m, l, tl.where(seen, scores, float("-inf")))
         if PACKED:
-            weights = (weights * tl.load(value_scales + place_scale, inside, 0.0)[None, :]).to(tl.float16)
-            v0, v1 = _unpack(v, FP8, ASM)
+            weights = (weights * tl.load(value_scales + place_scale)[None, :]).to(tl.float16)
+        if HALVES:
             acc0 = tl.dot(weights, v0, acc0 * shrink[:, None])
             acc1 = tl.dot(weights, v1, acc1 * shrink[:, None])
         else:
@@ -407,16 +429,16 @@ def _attention(
     if FP8:
         total *= 0.00390625  # the factor that _unpack left out
     row_out = token * (KV_HEADS * SHARE) + head
-    if SPLITS == 1:
-        place_out = out + row_out[:, None] * DIM + d[None, :] * WIDTH
+    if not SPLIT:
+        place_out = out + row_out[:, None] * DIM + d[None, :] * STEP
         tl.store(place_out, (acc0 / total).to(out.dtype.element_ty), keep)
-        if PACKED:
+        if HALVES:
             tl.store(place_out + 1, (acc1 / total).to(out.dtype.element_ty), keep)
     else:
-        row_out = row_out * SPLITS + split
-        place_part = parts + row_out[:, None] * DIM + d[None, :] * WIDTH
+        row_out = row_out * num_splits + split
+        place_part = parts + row_out[:, None] * DIM + d[None, :] * STEP
         tl.store(place_part, acc0 / total, keep)
-        if PACKED:
+        if HALVES:
             tl.store(place_part + 1, acc1 / total, keep)
         tl.store(parts_lse + row_out, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), good)
 
@@ -451,7 +473,8 @@ class Tiles:
 
     starts, counts, lengths, seats: [N], for each sequence its first row in the batch, its number of queries, its
     context length with them, and its row in `tables` [seats, pages]. sequence, first: [number of tiles], the sequence
-    of a tile and its first query in it. block_m: rows of a tile, queries times heads that share a KV head.
+    of a tile and its first query in it; a tile that begins behind the last query does nothing (NO_TILE). block_m: rows
+    of a tile, queries times heads that share a KV head. long: sequence and first of tiles of LONG_TILE rows.
     splits: parts in which each context is read, so that a few long sequences keep the whole GPU busy.
     """
 
@@ -464,6 +487,7 @@ class Tiles:
     first: Tensor
     block_m: int = 16
     splits: int = 1
+    long: tuple[Tensor, Tensor] | None = None
 
 
 def paged_attention(
@@ -495,17 +519,22 @@ def paged_attention(
     if splits > 1:
         parts = torch.empty((*out.shape, splits), dtype=torch.float32, device=out.device)
         lse = torch.empty((len(out) * num_heads, splits), dtype=torch.float32, device=out.device)
-    if tiles.block_m > 64:
-        block_n, warps, stages = 64, 8, 2
-    else:  # long tiles move more bytes at a time; short ones leave work for every part
-        block_n, warps, stages = 128 if splits == 1 else 64, 4, 3 if packed else 2
-    block_n //= 2 if qkv.dtype == torch.float32 else 1  # shared memory
-    _attention[(len(tiles.sequence), kv_heads, splits)](
-        qkv, keys, values, *scales, out, parts, lse, tiles.sequence, tiles.first, tiles.starts,
-        tiles.counts, tiles.lengths, tiles.seats, tiles.tables, scale, window or NO_WINDOW, qkv.stride(0),
-        tiles.tables.stride(0), len(cache.keys), kv_heads, share, dim, words, page_size, splits, tiles.block_m, block_n,
-        packed, fp8, not INTERPRETED, precise, **_launch(qkv), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    groups = [(tiles.sequence, tiles.first, tiles.block_m)]
+    groups += [(*tiles.long, LONG_TILE)] if tiles.long is not None else []
+    for sequence, first, block_m in groups:
+        # as measured to be fast on an H200: long tiles of keys move more bytes at a time, short ones leave work for
+        # every part; fewer registers let more programs run on a multiprocessor
+        if block_m > 64:
+            block_n, warps, stages, registers = 32, 4 if packed else 8, 2, None
+        else:
+            block_n, warps, stages, registers = 128 if splits <= 4 else 64, 4, 2, 128 if packed else None
+        block_n //= 2 if qkv.dtype == torch.float32 else 1  # shared memory
+        _attention[(kv_heads, len(sequence), splits)](
+            qkv, keys, values, *scales, out, parts, lse, sequence, first, tiles.starts, tiles.counts, tiles.lengths,
+            tiles.seats, tiles.tables, scale, window or 0, qkv.stride(0), tiles.tables.stride(0), len(cache.keys), splits,
+            kv_heads, share, dim, words, page_size, splits > 1, window is not None, block_m, block_n, packed, fp8,
+            not INTERPRETED, precise, **_launch(qkv), num_warps=warps, num_stages=stages, maxnreg=registers,
+        )  # fmt: skip
     if splits > 1:
         _combine[(len(out) * num_heads,)](
             parts, lse, out, splits, dim, triton.next_power_of_2(dim), **_launch(qkv), num_warps=1

@@ -221,6 +221,26 @@ def test_not_finite_logits_end_one_request() -> None:
 # ---- graphs: padding and persistent buffers
 
 
+def with_graphs(llm: LLM, sizes: tuple[int, ...] = ()) -> list[gpu_runner.Shape]:
+    """Without a GPU: the shapes that get a graph there (those of `sizes` tokens) are computed in full, from the same
+    buffers. Returns a list of what was replayed."""
+    runner, replayed = llm.runner, []
+    shapes = gpu_runner.graph_shapes(runner.most, llm.engine_config.max_num_batched_tokens, runner.per_tile)
+
+    class Replay:
+        def __init__(self, shape):
+            self.shape = shape
+
+        def replay(self):
+            replayed.append(self.shape)
+            runner._compute(self.shape, runner.inputs)
+
+    if DEVICE == "cpu":
+        picked = [shape for shape in shapes if not sizes or shape.tokens in sizes]
+        runner.graphs = {shape: Replay(shape) for shape in sorted(picked, key=lambda shape: shape.tokens)}
+    return replayed
+
+
 def test_pad_rows() -> None:
     """vLLM 43869 (slot -1 is the last slot), rvllm 32 (live slot 0): padding takes the spare block, reads nothing."""
     fields = {name: np.full(6, 77, dtype=kind) for name, kind, _ in gpu_runner.FIELDS}
@@ -233,27 +253,18 @@ def test_pad_rows() -> None:
 
 
 def test_padding_neither_reads_nor_writes_what_is_live() -> None:
-    """A padded step on a cache that is NaN wherever no live token is, the spare block included."""
+    """Padded steps, of prompts and of decodes, on a cache that is NaN wherever no live token is."""
     plain, fast = engines(tiny_config(num_layers=2), enable_prefix_caching=False)
+    replayed = with_graphs(fast, (4, 16))
     params, texts = SamplingParams(max_tokens=6, **GREEDY), [[1, 2, 3, 4, 5], [6, 7]]
     want = tokens_of(plain, texts, params)
     names = [fast.add_request(text, params) for text in texts]
     fast.cache.data.fill_(float("nan"))
-    runner = fast.runner
     for _ in range(2):
         fast.step()
     live = [fast.requests[name][0] for name in names]
     used = {b * 4 + i for r in live for b in r.block_table for i in range(4)}
     outside = [slot for slot in range(fast.cache.num_blocks * 4) if slot not in used]
-    decode = runner._decode
-
-    def padded(size: int) -> None:  # what a graph of four rows does with two
-        gpu_runner.pad_rows(runner.fields.on_host[runner.fields.turn], size, 4, fast.cache.num_blocks * 4)
-        runner.fields.device.copy_(runner.fields.host[runner.fields.turn])
-        decode(4)
-
-    if DEVICE == "cpu":
-        runner._decode = padded
     while not all(fast.is_done(name) for name in names):
         fast.step()
         for request in live:
@@ -261,6 +272,8 @@ def test_padding_neither_reads_nor_writes_what_is_live() -> None:
     assert [request.output for request in live] == want
     outside = [slot for slot in outside if slot not in used]
     assert fast.cache.data[:, :, outside].isnan().all()
+    if DEVICE == "cpu":
+        assert {shape.tokens for shape in replayed} == {4, 16}
 
 
 def test_a_decode_step_follows_its_buffers() -> None:
@@ -284,25 +297,50 @@ def test_stale_columns_of_a_larger_table_are_not_read() -> None:
 def test_a_mixed_step_never_takes_the_decode_graph() -> None:
     """torchtitan 3685, nano-vllm-v1 3: a step with a chunk of a prompt in a graph that is for single tokens."""
     _, fast = engines(tiny_config(num_layers=1), max_num_batched_tokens=6)
-    taken, decode, ragged = [], fast.runner._start_decode, fast.runner._start_ragged
+    taken, replayed, start = [], with_graphs(fast), fast.runner.start
 
-    def note(kind, call):
-        def noted(plan, *rest):
-            taken.append((kind, [chunk.end - chunk.start for chunk in plan.chunks]))
-            return call(plan, *rest)
+    def started(plan, after=None):
+        before = len(replayed)
+        flight = start(plan, after)
+        taken.append((replayed[before:], [chunk.end - chunk.start for chunk in plan.chunks]))
+        return flight
 
-        return noted
-
-    fast.runner._start_decode, fast.runner._start_ragged = note("decode", decode), note("ragged", ragged)
+    fast.runner.start = started
     fast.add_request([1, 2], SamplingParams(max_tokens=9, **GREEDY))
     fast.step()
     fast.step()
     name = fast.add_request(list(range(20)), SamplingParams(max_tokens=2, **GREEDY))
     while not fast.is_done(name):
         fast.step()
-    assert {kind for kind, counts in taken if set(counts) == {1}} == {"decode"}
-    assert {kind for kind, counts in taken if set(counts) != {1}} == {"ragged"}
     assert any(len(counts) > 1 and 1 in counts and max(counts) > 1 for _, counts in taken)
+    if DEVICE == "cpu":  # on a GPU, `graphs` holds what cannot be watched; the choice is the same
+        for shapes, counts in taken:
+            assert all(shape.decode == (set(counts) == {1}) and shape.tokens >= sum(counts) for shape in shapes)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 18}, {"scheduling": "static", "max_num_seqs": 3}])
+def test_steps_of_every_kind_are_the_same_in_a_graph(options) -> None:
+    """Prompts, chunks of them beside decodes, short ones among long ones, padded batches: the same tokens."""
+    plain, fast = engines(tiny_config(num_layers=1, sliding_window=11), num_kv_blocks=100, **options)
+    fast.runner.processors = 40  # so that contexts are read in parts
+    replayed, draw = with_graphs(fast), random.Random(3)
+    texts = [[draw.randrange(101) for _ in range(n)] for n in (24, 3, 9, 8, 1, 30)]
+    params = [SamplingParams(max_tokens=4 + i, temperature=i % 2, top_k=5, seed=i, ignore_eos=True) for i in range(6)]
+    assert tokens_of(fast, texts, params) == tokens_of(plain, texts, params)
+    if DEVICE == "cpu":
+        assert {shape.decode for shape in replayed} == ({True, False} if "scheduling" not in options else {False, True})
+
+
+def test_graph_shapes() -> None:
+    shape = gpu_runner.Shape
+    assert shape(4, 4, 0, 4).decode and not shape(4, 4, 1, 4).decode and not shape(5, 4, 0, 4).decode
+    assert shape(8, 8, 0, 8).holds(shape(3, 3, 0, 3)) and not shape(2, 2, 0, 2).holds(shape(3, 3, 0, 3))
+    assert shape(64, 8, 4, 8).holds(shape(30, 2, 3, 1)) and not shape(64, 8, 4, 8).holds(shape(30, 2, 5, 1))
+    assert not shape(64, 64, 9, 64).holds(shape(3, 3, 0, 3))  # a decode step has graphs of its own
+    assert not shape(64, 64, 0, 64).holds(shape(30, 2, 0, 1))
+    shapes = gpu_runner.graph_shapes(8, 100, 64)
+    assert [one.tokens for one in shapes if not one.decode] == [16, 32, 64]
+    assert [one.tokens for one in shapes if one.decode] == [1, 2, 4, 8]
 
 
 def test_the_step_that_is_measured_for_its_memory_runs(monkeypatch) -> None:
@@ -335,8 +373,7 @@ def test_eight_bit_cache_is_close_and_survives_copies(kind) -> None:
     """Swapping and copy-on-write move the scales too: the same tokens with a small pool as with a large one."""
     config = tiny_config(num_layers=2)
     texts, params = prompts(3, 14, seed=2), SamplingParams(max_tokens=7, **GREEDY)
-    _, roomy = engines(config, kv_cache_dtype=kind, enable_prefix_caching=False) if DEVICE == "cuda" else (
-        None, only_fast(config, kv_cache_dtype=kind))  # fmt: skip
+    roomy = only_fast(config, kv_cache_dtype=kind)
     tight = only_fast(config, kv_cache_dtype=kind, num_kv_blocks=9, preemption="swap")
     want = tokens_of(roomy, texts, params)
     assert tokens_of(tight, texts, params) == want

@@ -23,7 +23,7 @@ from minillm.config import ModelConfig
 from minillm.course.exercise import Exercise, Mutant
 from minillm.course.learn import swap as swap_in
 from minillm.course.source import edited
-from minillm.gpu_runner import FIELDS
+from minillm.gpu_runner import FIELDS, Shape
 from minillm.model import Transformer
 from minillm.weights import random_state_dict
 
@@ -537,17 +537,17 @@ def pad_variant(fields, count, padded, spare_slot):
 class Replay:
     """Stands for a CUDA graph where there is no GPU: it computes all its rows, whatever is in them."""
 
-    def __init__(self, runner, size):
-        self.runner, self.size = runner, size
+    def __init__(self, runner, shape):
+        self.runner, self.shape = runner, shape
 
     def replay(self):
-        self.runner._decode(self.size)
+        self.runner._compute(self.shape, self.runner.inputs)
 
 
 def graphed_llm(size=4):
     """The tiny engine, whose decode steps all run as a "graph" of `size` rows."""
-    llm = tiny_llm()
-    llm.runner.graphs = {size: Replay(llm.runner, size)}
+    llm, shape = tiny_llm(), Shape(size, size, 0, size)
+    llm.runner.graphs = {shape: Replay(llm.runner, shape)}
     return llm
 
 

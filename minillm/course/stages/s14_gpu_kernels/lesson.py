@@ -220,8 +220,10 @@ greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 for title, engine in (("plain torch", llm), ("GPU kernels", on_kernels)):
     print(f"{title}: The keeper{engine.generate('The keeper', greedy)[0].outputs[0].text!r}")
 
+on_kernels.add_request("The keeper", SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+on_kernels.step()
 with watch() as seen, count_operators() as rest:
-    on_kernels.runner._decode(1)  # one more decode step of one row
+    on_kernels.step()  # a decode step of one row
 products = sum(count for name, count in rest.items() if "mm" in name or "linear" in name)
 names = [name for name, _ in seen.launches]
 print(
@@ -371,14 +373,14 @@ for title, run in (("one query head at a time", apart), ("heads that share are o
 #
 # ## Rung 4: more programs than one
 #
-# A GPU has over a hundred multiprocessors, and each needs a program. One request of SmolLM2 has three (KV heads). So a context is cut into parts, each part is a program, and a second small kernel merges the
+# A GPU has over a hundred multiprocessors, and each can run several programs; the engine wants four. One request of SmolLM2 has three (KV heads). So a context is cut into parts, each part is a program, and a second small kernel merges the
 # results (**split-KV**; Flash-Decoding, Dao et al. 2023):
 
 # %%
-print("requests    programs   parts    programs with split-KV    (132 multiprocessors)")
+print("requests    programs   parts    programs with split-KV    (132 multiprocessors, 4 programs each: 528)")
 for requests in (1, 4, 16, 64):
     programs = 3 * requests
-    parts = gpu_runner.split_count(programs, 132)
+    parts = gpu_runner.split_count(programs, 4 * 132)
     print(f"{requests:>8}{programs:>12}{parts:>8}{programs * parts:>19}")
 each, lse = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([3.0, 1.0])
 print(
