@@ -1,7 +1,7 @@
 """The runner for a GPU: the whole step, sampling included, without waiting; steps of usual sizes as CUDA graphs.
 
-A graph replays the same kernels on the same addresses, and always for as many tokens, sequences, tiles and rows as it
-was captured with (its `Shape`). So there are graphs for some shapes, with their input in persistent buffers; what a step
+A graph replays the same kernels on the same addresses, always for as many tokens, sequences, tiles and rows as it
+was captured with (its `Shape`). There are graphs for some shapes, with their input in persistent buffers. What a step
 has less of is padded: tokens that write to the cache's spare block, sequences without queries, tiles of nothing. Any
 other step runs the same code without a graph. All graphs share one memory pool, the largest captured first.
 

@@ -353,7 +353,7 @@ def _attention(
     PACKED: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # PACKED: a word of the cache is two numbers. Small tiles then compute two half-sized products, of even and of odd
-    # dimensions (HALVES), so that what was unpacked stays in registers; large ones put the numbers in their order again.
+    # dimensions (HALVES), so that what was unpacked stays in registers; large ones put the numbers in order again.
     WIDTH: tl.constexpr = 2 if PACKED else 1
     HALVES: tl.constexpr = PACKED and BLOCK_M < 64
     STEP: tl.constexpr = 2 if HALVES else 1
@@ -531,9 +531,9 @@ def paged_attention(
         block_n //= 2 if qkv.dtype == torch.float32 else 1  # shared memory
         _attention[(kv_heads, len(sequence), splits)](
             qkv, keys, values, *scales, out, parts, lse, sequence, first, tiles.starts, tiles.counts, tiles.lengths,
-            tiles.seats, tiles.tables, scale, window or 0, qkv.stride(0), tiles.tables.stride(0), len(cache.keys), splits,
-            kv_heads, share, dim, words, page_size, splits > 1, window is not None, block_m, block_n, packed, fp8,
-            not INTERPRETED, precise, **_launch(qkv), num_warps=warps, num_stages=stages, maxnreg=registers,
+            tiles.seats, tiles.tables, scale, window or 0, qkv.stride(0), tiles.tables.stride(0), len(cache.keys),
+            splits, kv_heads, share, dim, words, page_size, splits > 1, window is not None, block_m, block_n, packed,
+            fp8, not INTERPRETED, precise, **_launch(qkv), num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     if splits > 1:
         _combine[(len(out) * num_heads,)](
