@@ -12,8 +12,11 @@ they are. Greedy; the end token is ignored.
   b  256 requests at once, prompts and outputs uniform in 100 to 1024 tokens, seed 0 (the usual offline workload)
   c  Poisson arrivals, a tenth of the prompts with 8,000 to 12,000 tokens; chunked prefill on and off
   d  16 requests in turn that share a prefix of 4,096 tokens
+  e  as c, three times as many requests and as often
 
-Each row is measured in a process of its own, with a time limit: a crash or a hang becomes a row that says so.
+Each row is measured in a process of its own, with a time limit: a crash or a hang becomes a row that says so. Rows that
+are not measured this time stay in the file as they are; each says in which run it was made, and ratios are between rows
+of one run.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class Row:
     ttft_warm: float | None = None
     start_seconds: float | None = None
     error: str | None = None
+    run: int = 0  # number of the run it was made in, see "runs" in the result
 
     @property
     def name(self) -> str:
@@ -109,6 +113,8 @@ def rows() -> list[Row]:
         Row("b", small, "transformers", "continuous batching"),
         Row("c", qwen, ours, "chunked prefill"),
         Row("c", qwen, ours, "whole prompts"),
+        Row("e", qwen, ours, "chunked prefill"),
+        Row("e", qwen, ours, "whole prompts"),
         Row("d", qwen, ours, "prefix cache"),
         Row("d", qwen, ours, "no prefix cache"),
     ]
@@ -225,12 +231,13 @@ def poisson(row: Row) -> dict[str, Any]:
         row, max_num_seqs=128, max_model_len=16384, enable_chunked_prefill=chunked, enable_prefix_caching=False,
         max_num_batched_tokens=512 if chunked else 16384,
     )  # fmt: skip
+    busy = 3 if row.workload == "e" else 1
     draw, now, items = random.Random(0), 0.0, []
-    for _ in range(240):
+    for _ in range(240 * busy):
         length = draw.randint(8000, 12000) if draw.random() < 0.1 else draw.randint(64, 512)
         prompt = [draw.randrange(llm.config.vocab_size) for _ in range(length)]
         items.append(bench.Item(prompt, draw.randint(64, 256), now))
-        now += draw.expovariate(16.0)
+        now += draw.expovariate(16.0 * busy)
     bench.run(llm, items[:60])
     book(row, bench.run(llm, items, slo=SLO))
     return {}
@@ -395,7 +402,7 @@ def work(row: Row) -> Any:
         return compiled_decoder
     if row.engine == "transformers":
         return transformers_many if row.workload == "b" else transformers_one
-    return {"a": one_stream, "b": offline, "c": poisson, "d": prefix}[row.workload]
+    return {"a": one_stream, "b": offline, "c": poisson, "d": prefix, "e": poisson}[row.workload]
 
 
 def run_rows(names: list[str]) -> None:
@@ -522,11 +529,23 @@ def ratios(done: list[Row]) -> dict[str, float]:
         found |= against(f"b/{qwen}/minillm/{mode}", f"b/{qwen}/minillm/bf16 KV")
     for mode in ("no graphs", "no overlap"):
         found |= against(f"b/{qwen}/minillm/bf16 KV", f"b/{qwen}/minillm/{mode}")
-    chunked, whole = f"c/{qwen}/minillm/chunked prefill", f"c/{qwen}/minillm/whole prompts"
-    found |= against(whole, chunked, "itl_p99") | against(chunked, whole)
+    for load in "ce":
+        chunked, whole = f"{load}/{qwen}/minillm/chunked prefill", f"{load}/{qwen}/minillm/whole prompts"
+        found |= against(whole, chunked, "itl_p99") | against(chunked, whole)
     if (row := by.get(f"d/{qwen}/minillm/prefix cache")) is not None:
         found["d: TTFT, first : others"] = row.ttft_cold / row.ttft_warm
     return found
+
+
+def merge(before: dict[str, Any], run: dict[str, Any], done: list[Row]) -> dict[str, Any]:
+    """The result with this run's rows in place of older ones of the same names."""
+    runs = [*before.get("runs", []), run]
+    for row in done:
+        row.run = len(runs) - 1
+    found = {Row(**row).name: row for row in before.get("rows", [])} | {row.name: asdict(row) for row in done}
+    kept = [found[row.name] for row in rows() if row.name in found]
+    ratios = before.get("ratios", {}) | run["ratios"]
+    return {**run, "ratios": ratios, "runs": runs, "rows": kept, "profile": before.get("profile", {})}
 
 
 STARTED = time.perf_counter()
@@ -538,6 +557,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="store the result")
     parser.add_argument("--limit", type=float, default=220.0, help="seconds for each row")
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds for everything")
+    parser.add_argument("--commit", default=shapes.commit(), help="which code this is, if git here does not know")
     parser.add_argument("--rows", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -558,21 +578,21 @@ def main() -> None:
         versions["transformers"] = transformers.__version__
     except ImportError:
         pass
-    report = {
+    run = {
         "command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]),
-        "commit": shapes.commit(),
+        "commit": args.commit,
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
         "versions": versions,
         "machine": machine,
         "seconds": time.perf_counter() - STARTED,
-        "rows": [asdict(row) for row in done],
         "ratios": ratios(done),
-        "profile": profiles,
     }
-    for name, value in report["ratios"].items():
+    report = merge(json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}, run, done)
+    report["profile"] |= profiles
+    for name, value in run["ratios"].items():
         print(f"{value:8.2f}  {name}")
-    print(machine, f"{report['seconds']:.0f} s")
+    print(machine, f"{run['seconds']:.0f} s")
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

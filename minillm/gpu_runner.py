@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,8 +59,7 @@ FIELDS = (*TOKENS, *SEQUENCES, *TILES, *ROWS)
 SAMPLING = ("seeds", "top_ks", "temperatures", "top_ps", "min_ps")  # what a request keeps from step to step
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Tokens, sequences, tiles of long sequences, and rows that get a token, of one step.
 
     A step in which each sequence brings one token and gets one has three equal numbers and no tiles (`decode`).
@@ -76,8 +76,8 @@ class Shape:
 
     def holds(self, other: Shape) -> bool:
         """Whether a step of this shape can compute that one, the rest being padding."""
-        enough = all(mine >= its for mine, its in zip(astuple(self), astuple(other), strict=True))
-        return enough and self.decode == other.decode
+        enough = self.tokens >= other.tokens and self.sequences >= other.sequences
+        return enough and self.tiles >= other.tiles and self.rows >= other.rows and self.decode == other.decode
 
 
 def buckets(most: int) -> list[int]:
@@ -125,7 +125,7 @@ class Inputs:
     def __init__(self, most: Shape, device: torch.device) -> None:
         self.most, pin = most, device.type == "cuda"
         spans, end = [], 0
-        for group, size in zip(GROUPS, astuple(most), strict=True):
+        for group, size in zip(GROUPS, most, strict=True):
             for name, kind, _ in group:
                 width = np.dtype(kind).itemsize * size
                 spans.append((name, kind, end, end + width))
@@ -138,15 +138,15 @@ class Inputs:
         self.on_device = {name: self.device[a:b].view(kinds[kind]) for name, kind, a, b in spans}
         self.on_host = [{name: h[a:b].numpy().view(kind) for name, kind, a, b in spans} for h in self.host]
 
-    def send(self, values: dict[str, np.ndarray], count: Shape, padded: Shape, spare_slot: int) -> None:
+    def send(self, values: dict[str, np.ndarray | int], count: Shape, padded: Shape, spare_slot: int) -> None:
         """Write what there is, pad it up to `padded`, and start the copy."""
         self.turn ^= 1
         host = self.on_host[self.turn]
-        for group, size, full in zip(GROUPS, astuple(count), astuple(padded), strict=True):
-            fields = {name: host[name] for name, _, _ in group}
-            for name, array in fields.items():
-                array[:size] = values[name]
-            pad_rows(fields, size, full, spare_slot)
+        for group, size, full in zip(GROUPS, count, padded, strict=True):
+            for name, _, _ in group if size else ():
+                host[name][:size] = values[name]
+            if size < full:
+                pad_rows({name: host[name] for name, _, _ in group}, size, full, spare_slot)
         self.device.copy_(self.host[self.turn], non_blocking=True)
 
 
@@ -172,10 +172,12 @@ class Tables:
             self.free.append(self.seats.pop(request))
         places: list[int] = []
         numbers: list[int] = []
+        seats = []
         for request in requests:
             if request not in self.seats:
                 self._sit(request)
             seat, table = self.seats[request], request.block_table
+            seats.append(seat)
             known, base = self.known[seat], seat * self.data.shape[1]
             if known != table:
                 new = [i for i, number in enumerate(table) if i >= len(known) or known[i] != number]
@@ -186,7 +188,7 @@ class Tables:
             self.pages.reshape(-1)[places] = numbers
             pairs = upload(np.array([places, numbers]), self.data.device)
             self.data.view(-1).index_copy_(0, pairs[0], pairs[1].int())
-        return np.array([self.seats[request] for request in requests], np.int32)
+        return np.array(seats, np.int32)
 
     def _sit(self, request: Request) -> None:
         seat, params = self.free.pop(), request.params
@@ -272,7 +274,14 @@ class GpuRunner(runner.Runner):
         self.short, self.per_tile = self.short_tile // share, kernels.LONG_TILE // share
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
         shapes = graph_shapes(self.most, engine.max_num_batched_tokens, self.per_tile)
-        self.inputs = Inputs(Shape(*map(max, zip(*map(astuple, shapes), strict=True))), self.device)
+        # one for each kind of graph: a decode step need not copy as much as a step of many tokens
+        kinds = {kind: [shape for shape in shapes if shape.decode == kind] for kind in (True, False)}
+        self.inputs = {
+            kind: Inputs(Shape(*map(max, zip(*members, strict=True))), self.device)
+            for kind, members in kinds.items()
+            if members
+        }
+        self.numbers = np.arange(self.most)
         self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         if on_gpu and not engine.enforce_eager:
             self._capture(shapes)
@@ -281,7 +290,7 @@ class GpuRunner(runner.Runner):
 
     def _forward(self, shape: Shape, inputs: Inputs) -> Tensor:
         """Logits [R, V] of a step whose input is on the device."""
-        sizes = zip(GROUPS, astuple(shape), strict=True)
+        sizes = zip(GROUPS, shape, strict=True)
         on = {name: inputs.on_device[name][:size] for group, size in sizes for name, _, _ in group}
         # a multiprocessor runs several programs of one query at once, of those with long tiles it runs one or two
         programs = shape.sequences if shape.decode else max(1, shape.tokens // self.per_tile)
@@ -306,14 +315,15 @@ class GpuRunner(runner.Runner):
 
     @torch.inference_mode()
     def _capture(self, shapes: Sequence[Shape]) -> None:
-        pool, nothing = None, {name: np.empty(0) for name, _, _ in FIELDS}
+        pool = None
         for shape in sorted(shapes, key=lambda shape: -shape.tokens):
-            self.inputs.send(nothing, Shape(0, 0, 0, 0), shape, self.spare_slot)
-            self._compute(shape, self.inputs)  # compiles what is not compiled yet
+            inputs = self.inputs[shape.decode]
+            inputs.send({}, Shape(0, 0, 0, 0), shape, self.spare_slot)
+            self._compute(shape, inputs)  # compiles what is not compiled yet
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._compute(shape, self.inputs)
+                self._compute(shape, inputs)
             pool = pool or graph.pool()
             self.graphs[shape] = graph
         self.graphs = dict(sorted(self.graphs.items(), key=lambda item: item[0].tokens))  # the first that holds is best
@@ -325,12 +335,13 @@ class GpuRunner(runner.Runner):
         """Start a plan, sampling included. `after`: the flight whose tokens it begins with."""
         self.move(plan)
         values, count = self._values(plan, after is not None)
-        shape = next((shape for shape in self.graphs if shape.holds(count)), None)
+        wanted = count._replace(tokens=count.tokens + plan.num_padding)
+        shape = next((shape for shape in self.graphs if shape.holds(wanted)), None)
         if shape is not None:
-            self.inputs.send(values, count, shape, self.spare_slot)
+            self.inputs[shape.decode].send(values, count, shape, self.spare_slot)
             self.graphs[shape].replay()
         else:
-            self._compute(count, self._own_inputs(values, count))
+            self._compute(wanted, self._own_inputs(values, count, wanted))
         rows = [chunk.request for chunk in plan.chunks if chunk.num_logits]
         self.turn ^= 1
         host, done = self.results[self.turn], None
@@ -345,35 +356,43 @@ class GpuRunner(runner.Runner):
         """Logits, for requests that need more than a token; see `runner.Runner.run`."""
         self.move(plan)
         values, count = self._values(plan, False)
-        return self._forward(count, self._own_inputs(values, count))
+        wanted = count._replace(tokens=count.tokens + plan.num_padding)
+        return self._forward(wanted, self._own_inputs(values, count, wanted))
 
-    def _own_inputs(self, values: dict[str, np.ndarray], count: Shape) -> Inputs:
+    def _own_inputs(self, values: dict[str, np.ndarray | int], count: Shape, shape: Shape) -> Inputs:
         """Buffers for one step of a shape that has no graph."""
-        inputs = Inputs(count, self.device)
-        inputs.send(values, count, count, self.spare_slot)
+        inputs = Inputs(shape, self.device)
+        inputs.send(values, count, shape, self.spare_slot)
         return inputs
 
-    def _values(self, plan: Plan, in_flight: bool) -> tuple[dict[str, np.ndarray], Shape]:
+    def _values(self, plan: Plan, in_flight: bool) -> tuple[dict[str, np.ndarray | int], Shape]:
         """The input of a step, for each of FIELDS. in_flight: it begins with tokens that are on the device only."""
         size, chunks = self.cache.block_size, plan.chunks
         seats = self.tables.update([chunk.request for chunk in chunks])
-        begins, ends = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("start", "end"))
-        counts = ends - begins
-        starts = np.cumsum(counts) - counts
-        whose = np.repeat(np.arange(len(chunks)), counts)  # the sequence of each token
-        positions = np.arange(len(whose)) - (starts - begins)[whose]
-        if in_flight:
-            tokens, sources = np.zeros(len(whose), np.int64), self.tables.row[seats]
+        begins, ends = np.array([chunk.start for chunk in chunks]), np.array([chunk.end for chunk in chunks])
+        counts, logits = ends - begins, np.array([chunk.num_logits for chunk in chunks])
+        order = np.argsort(-ends, kind="stable")
+        if len(chunks) == counts.sum() == logits.sum() and logits.all():
+            # one token each: the same as below, in fewer operations, since a decode step leaves the CPU little time
+            starts = whose = owners = rows = numbers = self.numbers[: len(chunks)]
+            positions, firsts = begins, np.zeros_like(begins)
+            long_sequences = long_firsts = numbers[:0]
         else:
-            flat = itertools.chain.from_iterable(chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks)
-            tokens, sources = np.fromiter(flat, np.int64, len(whose)), np.full(len(whose), -1)
-        logits = np.array([chunk.num_logits for chunk in chunks])
-        owners = np.repeat(np.arange(len(chunks)), logits)  # the sequence of each row
-        rows = np.arange(len(owners)) - (np.cumsum(logits) - (starts + counts))[owners]
-        self.tables.row[seats[owners]] = np.arange(len(owners))
-        order, long = np.argsort(-ends, kind="stable"), np.flatnonzero(counts > self.short)
-        tiles = -(-counts[long] // self.per_tile)
-        values = {
+            starts = np.cumsum(counts) - counts
+            whose = np.repeat(np.arange(len(chunks)), counts)  # the sequence of each token
+            positions = np.arange(len(whose)) - (starts - begins)[whose]
+            owners = np.repeat(np.arange(len(chunks)), logits)  # the sequence of each row
+            numbers = np.arange(len(owners))
+            rows = numbers - (np.cumsum(logits) - (starts + counts))[owners]
+            firsts, long = np.where(counts[order] > self.short, NOTHING, 0), np.flatnonzero(counts > self.short)
+            tiles = -(-counts[long] // self.per_tile)
+            long_sequences = np.repeat(long, tiles)
+            long_firsts = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * self.per_tile
+        flat = itertools.chain.from_iterable(chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks)
+        tokens = 0 if in_flight else np.fromiter(flat, np.int64, len(whose))
+        sources = self.tables.row[seats] if in_flight else -1
+        self.tables.row[seats[owners]] = numbers
+        values: dict[str, np.ndarray | int] = {
             "tokens": tokens,
             "sources": sources,
             "positions": positions,
@@ -383,15 +402,12 @@ class GpuRunner(runner.Runner):
             "lengths": ends,
             "seats": seats,
             "tile_sequences": order,
-            "tile_firsts": np.where(counts[order] > self.short, NOTHING, 0),
-            "long_sequences": np.repeat(long, tiles),
-            "long_firsts": (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * self.per_tile,
+            "tile_firsts": firsts,
+            "long_sequences": long_sequences,
+            "long_firsts": long_firsts,
             "rows": rows,
             "draws": positions[rows] + 1,
-            **{name: column[seats[owners]] for name, column in self.tables.sampling.items()},
         }
-        if plan.num_padding:
-            for name, _, empty in TOKENS:
-                dead = np.full(plan.num_padding, self.spare_slot if name == "slots" else empty)
-                values[name] = np.concatenate([values[name], dead])
-        return values, Shape(len(whose) + plan.num_padding, len(chunks), int(tiles.sum()), len(owners))
+        for name, column in self.tables.sampling.items():
+            values[name] = column[seats[owners]]
+        return values, Shape(len(whose), len(chunks), len(long_sequences), len(owners))

@@ -679,7 +679,7 @@ def _pick(best, best_ids, bad, out, parts, PARTS: tl.constexpr, PDL: tl.constexp
     _wait(PDL)
     value, where = tl.max(tl.load(best + r * parts + i, i < parts, float("-inf")), 0, return_indices=True)
     wrong = tl.max(tl.load(bad + r * parts + i, i < parts, 0)) | (value == float("-inf")).to(tl.int32)
-    token = tl.load(best_ids + r * parts + where)
+    token = tl.load(best_ids + r * parts + tl.minimum(where, parts - 1))  # all NaN: the place may be anywhere
     tl.store(out + r, tl.where(wrong > 0, -1, token).to(tl.int64))
 
 

@@ -541,7 +541,7 @@ class Replay:
         self.runner, self.shape = runner, shape
 
     def replay(self):
-        self.runner._compute(self.shape, self.runner.inputs)
+        self.runner._compute(self.shape, self.runner.inputs[self.shape.decode])
 
 
 def graphed_llm(size=4):
