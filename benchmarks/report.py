@@ -87,14 +87,15 @@ def _peers_cells(row: dict) -> list[str]:
 ASKED = {
     "a": "one stream: 128 tokens in, 256 out",
     "b": "256 requests at once, 100 to 1024 tokens in and out",
-    "c": "Poisson arrivals, a tenth of the prompts with 8,000 to 12,000 tokens",
+    "c": "16 requests a second (Poisson), a tenth of the prompts with 8,000 to 12,000 tokens",
+    "e": "the same, 48 requests a second",
     "d": "16 requests in turn, 4,096 tokens shared",
 }
 
 
 def gpu_table(report: dict) -> str:
     """All rows of the GPU's result as a Markdown table."""
-    head = ("model", "engine", "tokens/s", "TTFT, ms", "TPOT, ms", "p99 between tokens, ms", "GB/s read",
+    head = ("model", "engine", "run", "tokens/s", "TTFT, ms", "TPOT, ms", "p99 between tokens, ms", "GB/s read",
             "of bandwidth", "kernels a step", "GPU, ms a step", "CPU, ms a step")  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for key, asked in ASKED.items():
@@ -128,7 +129,7 @@ def _by_workload(report: dict) -> list[dict]:
 def _gpu_cells(row: dict) -> list[str]:
     name = row["engine"] + (f": {row['mode']}" if row["mode"] else "")
     if row["error"]:
-        return [row["model"], name, f"did not run: {row['error'].replace('|', '/')}", *[""] * 8]
+        return [row["model"], name, f"{row['run'] + 1}", f"did not run: {row['error'].replace('|', '/')}", *[""] * 8]
 
     def show(value: float | None, form: str, scale: float = 1.0) -> str:
         return "" if value is None else form.format(value * scale)
@@ -136,19 +137,23 @@ def _gpu_cells(row: dict) -> list[str]:
     ttft = show(row["ttft"], "{:.0f}", 1e3)
     if row["ttft_warm"] is not None:
         ttft = f"first {row['ttft_cold'] * 1e3:.0f}, others {row['ttft_warm'] * 1e3:.0f}"
-    return [row["model"], name, show(row["tokens_per_second"], "{:,.0f}"), ttft, show(row["tpot"], "{:.2f}", 1e3),
-            show(row["itl_p99"], "{:.1f}", 1e3), show(row["gb_per_second"], "{:,.0f}"),
-            show(row["share_of_read"], "{:.0%}"), show(row["kernels_per_step"], "{:.0f}"),
-            show(row["gpu_ms_per_step"], "{:.2f}"), show(row["cpu_ms_per_step"], "{:.2f}")]  # fmt: skip
+    return [row["model"], name, f"{row['run'] + 1}", show(row["tokens_per_second"], "{:,.0f}"), ttft,
+            show(row["tpot"], "{:.2f}", 1e3), show(row["itl_p99"], "{:.1f}", 1e3),
+            show(row["gb_per_second"], "{:,.0f}"), show(row["share_of_read"], "{:.0%}"),
+            show(row["kernels_per_step"], "{:.0f}"), show(row["gpu_ms_per_step"], "{:.2f}"),
+            show(row["cpu_ms_per_step"], "{:.2f}")]  # fmt: skip
 
 
 def _gpu_note(report: dict) -> str:
-    machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    runs = "; ".join(
+        f"run {i + 1}: {run['machine']['read'] / 1e12:.2f} TB/s (reading) and {run['machine']['flops'] / 1e12:.0f} "
+        f"TFLOP/s (bf16) measured, code {run['commit']}, `{run['command']}`"
+        for i, run in enumerate(report["runs"])
+    )
     return (
-        f"{report['gpu']}, measured {machine['read'] / 1e12:.2f} TB/s (reading) and {machine['flops'] / 1e12:.0f} "
-        f"TFLOP/s (bf16); {versions}. Random weights in bfloat16, in the models' shapes; each engine on its own GPU. "
-        f"Made by `{report['command']}`, stored in `benchmarks/results/gpu.json`."
+        f"{report['gpu']}; {versions}. Random weights in bfloat16, in the models' shapes; each engine on its own GPU. "
+        f"Stored in `benchmarks/results/gpu.json`; {runs}."
     )
 
 

@@ -265,6 +265,14 @@ def test_sample_tells_what_is_not_finite(draw) -> None:
     assert [token == -1 for token in out.tolist()] == [False, True, True, False, False, True, False, False]
 
 
+def test_sample_stays_within_its_arrays_where_all_is_nan() -> None:
+    """Padding rows may be all NaN. 2,500 ids are three blocks, and a maximum over four has no place that is right."""
+    requests = requests_for([{}, {"temperature": 1.0}], 0)
+    out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    kernels.sample(torch.full((2, 2500), float("nan"), device=DEVICE), draws_of(requests, [0, 1]), 2500, out)
+    assert out.tolist() == [-1, -1]
+
+
 def test_gumbel_noise_has_no_holes_at_its_ends() -> None:
     """The largest noise comes from numbers next to 1, where float32's logarithm needs care."""
     ids = torch.arange(4096, device=DEVICE)
