@@ -55,7 +55,7 @@ ROWS = (
     ("min_ps", np.float32, 0.0),
 )
 GROUPS = (TOKENS, SEQUENCES, TILES, ROWS)
-FIELDS = (*TOKENS, *SEQUENCES, *TILES, *ROWS)
+HARMLESS = {name: empty for group in GROUPS for name, _, empty in group}
 SAMPLING = ("seeds", "top_ks", "temperatures", "top_ps", "min_ps")  # what a request keeps from step to step
 
 
@@ -107,20 +107,20 @@ def split_count(num_programs: int, wanted: int) -> int:
 
 
 def pad_rows(fields: dict[str, np.ndarray], count: int, padded: int, spare_slot: int) -> None:
-    """Make the rows from `count` to `padded` of a graph's input harmless, in place.
+    """Make the entries from `count` to `padded` of a graph's input harmless, in place.
 
-    A graph computes all its rows, whatever is in them. A padding row writes its key and value to `spare_slot`, which
-    belongs to no request; reads a context of 0 tokens; and takes no token from the step before (source -1).
+    fields: the arrays of one of the GROUPS, by name. A graph computes all its rows, whatever is in them. A padding row
+    writes its key and value to `spare_slot`, which belongs to no request; reads a context of 0 tokens; and takes no
+    token from the step before (source -1).
     """
     # exercise 14.5
-    for name, _, empty in FIELDS:
-        if name in fields:
-            fields[name][count:padded] = spare_slot if name == "slots" else empty
+    for name, array in fields.items():
+        array[count:padded] = spare_slot if name == "slots" else HARMLESS[name]
     # end exercise 14.5
 
 
 class Inputs:
-    """One array for each of FIELDS, on the device, and pinned twins of all on the host that travel in one copy."""
+    """One array for each name in GROUPS, on the device, and pinned twins of all on the host that travel in one copy."""
 
     def __init__(self, most: Shape, device: torch.device) -> None:
         self.most, pin = most, device.type == "cuda"
@@ -366,7 +366,7 @@ class GpuRunner(runner.Runner):
         return inputs
 
     def _values(self, plan: Plan, in_flight: bool) -> tuple[dict[str, np.ndarray | int], Shape]:
-        """The input of a step, for each of FIELDS. in_flight: it begins with tokens that are on the device only."""
+        """The input of a step, by name. in_flight: it begins with tokens that are on the device only."""
         size, chunks = self.cache.block_size, plan.chunks
         seats = self.tables.update([chunk.request for chunk in chunks])
         begins, ends = np.array([chunk.start for chunk in chunks]), np.array([chunk.end for chunk in chunks])

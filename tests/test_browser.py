@@ -49,8 +49,9 @@ quiz("Is 2 even?", ["yes", "no"], 0, ["It is 2 x 1.", "Halve it."])""",
 def lab(tmp_path_factory):
     """The address of a JupyterLab on a copy of the notebooks: it saves by itself, and must not touch the repository."""
     home, folder = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("course")
-    if (ROOT / "notebooks").exists():
-        shutil.copytree(ROOT / "notebooks", folder / "notebooks")
+    for name in ("notebooks", "exercises"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, folder / name)
     cells = [nbformat.v4.new_code_cell(code.strip(), id=name) for name, code in SMALL.items()]
     small = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL})  # without: JupyterLab asks which
     nbformat.write(small, folder / "small.ipynb")
@@ -133,6 +134,18 @@ RUN_ALL = """async () => {
 }"""
 
 
+TYPE_AND_RUN = """async ([id, text]) => {
+    const notebook = window.jupyterapp.shell.currentWidget.content;
+    const cell = notebook.widgets.find(one => one.model.id === id);
+    cell.model.sharedModel.setSource(text);
+    for (const step of [0, 1]) {  // the answer, and the scratch cell and check behind it
+        notebook.activeCellIndex = notebook.widgets.indexOf(cell) + 2 * step;
+        await window.jupyterapp.commands.execute('notebook:run-cell');
+    }
+    return notebook.widgets[notebook.widgets.indexOf(cell) + 2].model.toJSON().outputs;
+}"""
+
+
 @pytest.fixture
 def open_notebook(browser, lab):
     pages = []
@@ -208,3 +221,20 @@ def test_a_lesson(open_notebook, tmp_path):
     page = open_notebook(f"notebooks/{lesson}")
     assert sum(move_widgets(page)) >= 1, "a lesson has a widget"
     page.screenshot(path=tmp_path / "lesson.png")
+
+
+def test_an_exercise(open_notebook, tmp_path):
+    """A wrong answer, typed into the notebook, is refused with its name; the right one passes."""
+    page = open_notebook("exercises/06_batching.ipynb")
+    head = "def padding(chunk_lens, num_seats):\n    prompts = [n for n in chunk_lens if n > 1]\n"
+    short = "sum(max(prompts) - n for n in prompts)"
+
+    def answer(body):
+        outputs = page.evaluate(TYPE_AND_RUN, ["exercise-06-009", f"{head}    return {body}"])
+        return json.dumps(outputs)
+
+    wrong = answer(f"{short}  # the dead seats are forgotten")
+    assert "FAIL" in wrong and "likely" in wrong and "PASS" not in wrong
+    page.screenshot(path=tmp_path / "wrong.png")
+    right = answer(f"({short} if prompts else 0) + num_seats - len(chunk_lens)")
+    assert "PASS" in right and "FAIL" not in right

@@ -243,13 +243,15 @@ def with_graphs(llm: LLM, sizes: tuple[int, ...] = ()) -> list[gpu_runner.Shape]
 
 def test_pad_rows() -> None:
     """vLLM 43869 (slot -1 is the last slot), rvllm 32 (live slot 0): padding takes the spare block, reads nothing."""
-    fields = {name: np.full(6, 77, dtype=kind) for name, kind, _ in gpu_runner.FIELDS}
-    gpu_runner.pad_rows(fields, 2, 5, spare_slot=40)
-    for name, kind, empty in gpu_runner.FIELDS:
-        want = 40 if name == "slots" else empty
-        assert fields[name].dtype == kind
-        assert fields[name].tolist() == [77, 77, want, want, want, 77]
-    assert fields["lengths"][3] == 0 and fields["sources"][3] == -1 and fields["temperatures"][3] == 0.0
+    for group in gpu_runner.GROUPS:
+        fields = {name: np.full(6, 77, dtype=kind) for name, kind, _ in group}
+        gpu_runner.pad_rows(fields, 2, 5, spare_slot=40)
+        for name, kind, empty in group:
+            want = 40 if name == "slots" else empty
+            assert fields[name].dtype == kind
+            assert fields[name].tolist() == [77, 77, want, want, want, 77]
+    empty = gpu_runner.HARMLESS
+    assert empty["counts"] == 0 and empty["lengths"] == 0 and empty["sources"] == -1 and empty["temperatures"] == 0.0
 
 
 def test_padding_neither_reads_nor_writes_what_is_live() -> None:

@@ -23,7 +23,7 @@ from minillm.config import ModelConfig
 from minillm.course.exercise import Exercise, Mutant
 from minillm.course.learn import swap as swap_in
 from minillm.course.source import edited
-from minillm.gpu_runner import FIELDS, Shape
+from minillm.gpu_runner import GROUPS, HARMLESS, Shape
 from minillm.model import Transformer
 from minillm.weights import random_state_dict
 
@@ -473,9 +473,11 @@ def plug_merge_parts(answer, swap):
 
 
 def check_pad_rows(t, answer):
-    def stale(size):
+    every = tuple(field for group in GROUPS for field in group)
+
+    def stale(size, names):
         """What an older, larger batch left: every number says its row."""
-        return {name: (np.arange(size) * 3 + 11 + i).astype(kind) for i, (name, kind, _) in enumerate(FIELDS)}
+        return {name: (np.arange(size) * 3 + 11 + i).astype(kind) for i, (name, kind, _) in enumerate(names)}
 
     def rows(fields, padded):
         return {name: torch.from_numpy(array[:padded].copy()) for name, array in fields.items()}
@@ -484,12 +486,12 @@ def check_pad_rows(t, answer):
         answer(fields, count, padded, spare_slot)
         return rows(fields, padded)  # rows from `padded` on are not used in this step
 
-    def case(size, count, padded, spare_slot, note):
-        want = rows(stale(size), padded)
-        for name, _, empty in FIELDS:
+    def case(size, count, padded, spare_slot, note, names=every):
+        want = rows(stale(size, names), padded)
+        for name, _, empty in names:
             for row in range(count, padded):  # the oracle: row by row
                 want[name][row] = {"slots": spare_slot}.get(name, empty)
-        t.case(pad_rows, stale(size), count, padded, spare_slot, expected=want, writes=(0,), note=note)
+        t.case(pad_rows, stale(size, names), count, padded, spare_slot, expected=want, writes=(0,), note=note)
 
     case(4, 1, 2, 640, "one request in a graph of two rows")
     case(8, 3, 8, 96, "three requests in a graph of eight")
@@ -498,14 +500,17 @@ def check_pad_rows(t, answer):
     case(4, 0, 4, 32, "no request at all: that is how a graph is captured")
     case(1, 1, 1, 8, "a graph of one row")
     case(64, 33, 40, 4096, "33 requests in a graph of 40")
+    case(8, 3, 6, 96, "the arrays of tokens alone", GROUPS[0])
+    case(8, 2, 5, 96, "the arrays of sequences alone", GROUPS[1])
 
 
 PAD = "minillm.gpu_runner:pad_rows"
 
 
 def pad_some(fields, count, padded, spare_slot):
-    fields["slots"][count:padded] = spare_slot
-    fields["lengths"][count:padded] = 0
+    for name, value in (("slots", spare_slot), ("lengths", 0), ("counts", 0)):
+        if name in fields:
+            fields[name][count:padded] = value
 
 
 def pad_repeat(fields, count, padded, spare_slot):
@@ -514,24 +519,30 @@ def pad_repeat(fields, count, padded, spare_slot):
 
 
 def pad_slots_count_up(fields, count, padded, spare_slot):
-    for name, _, empty in FIELDS:
-        fields[name][count:padded] = empty
-    fields["slots"][count:padded] = np.arange(spare_slot, spare_slot + padded - count)
+    for name, array in fields.items():
+        array[count:padded] = HARMLESS[name]
+    if "slots" in fields:
+        fields["slots"][count:padded] = np.arange(spare_slot, spare_slot + padded - count)
 
 
 def pad_new_arrays(fields, count, padded, spare_slot):
     out = {}
-    for name, kind, empty in FIELDS:
-        fill = np.full(padded - count, spare_slot if name == "slots" else empty, dtype=kind)
-        out[name] = np.concatenate([fields[name][:count], fill])
+    for name, array in fields.items():
+        fill = np.full(padded - count, spare_slot if name == "slots" else HARMLESS[name], dtype=array.dtype)
+        out[name] = np.concatenate([array[:count], fill])
     return out
 
 
+def pad_all_names(fields, count, padded, spare_slot):
+    for name, empty in HARMLESS.items():
+        fields[name][count:padded] = spare_slot if name == "slots" else empty
+
+
 def pad_variant(fields, count, padded, spare_slot):
-    harmless = {name: empty for name, _, empty in FIELDS} | {"slots": spare_slot}
+    harmless = HARMLESS | {"slots": spare_slot}
     for row in range(count, padded):
-        for name, value in harmless.items():
-            fields[name][row] = value
+        for name in fields:
+            fields[name][row] = harmless[name]
 
 
 class Replay:
@@ -563,12 +574,13 @@ def plug_pad_rows(answer, swap):
 
     def watched(fields, count, size, spare_slot):
         answer(fields, count, size, spare_slot)
-        padded.append((count, size))
+        if "slots" in fields:
+            padded.append((count, size))
 
     want = run(tiny_llm("sdpa"))
     with swap_in("14.5", watched), np.errstate(all="ignore"):
         got = run(graphed_llm())
-    print("live rows and rows of the graph, step by step: " + ", ".join(f"{a}/{b}" for a, b in padded))
+    print("steps with padding, live rows and rows of the graph: " + ", ".join(f"{a}/{b}" for a, b in padded))
     for prompt, own, yours in zip(prompts, want, got, strict=True):
         print(f"   {prompt!s:<20} without graphs {own!s:<32} padded by you {yours}")
     print(f"tokens equal: {'yes' if got == want else 'NO'}")
@@ -782,8 +794,8 @@ EXERCISES = [
             What is there: `row`, this program's number; `column`, 0 to SIZE - 1; `inside`, which columns exist; `w`, the weight in
             float32. **Write the rest:** load the row, scale it, store it. `x`, `weight` and `out` are pointers, so
             `tl.load(pointer + numbers, mask, other)` takes a whole array of places. Row r begins at `r * size`. `SIZE` is `size`
-            rounded up to a power of two, because a tile must be one. Compute in float32, store as `out.dtype.element_ty`. (The two
-            lines with `PDL` are for a GPU; here they do nothing.)
+            rounded up to a power of two, because a tile must be one. Compute in float32, store as `out.dtype.element_ty`. You need
+            `tl.sum(values)`, `tl.rsqrt(x)` (1 / root) and `tl.store(addresses, values, mask)`. (The two lines with `PDL` are for a GPU; here they do nothing.)
 
             Worked example: the row `[3, 0, 4, 0]`, weight 1, eps 0. Mean square 25 / 4, root 2.5, result `[1.2, 0, 1.6, 0]`.
         """,
@@ -1191,7 +1203,8 @@ EXERCISES = [
             into S parts, each with a program (split-KV). Each part leaves its own attention output, normalised as if it were alone,
             and how much weight it had in all: `lse`, log2 of its sum of exp2(scores).
 
-            Merge them: `each` `[S, D]` and `lse` `[S]` give `[D]`. A part may be empty (no keys): its lse is -inf, its row in
+            Merge them: `each` `[S, D]` and `lse` `[S]` give `[D]`. Both are tiles that are loaded already, not pointers; `tl.max(x, 0)`
+            and `tl.sum(x, 0)` go over the parts. A part may be empty (no keys): its lse is -inf, its row in
             `each` is zeros. If all are empty, the result is zeros.
 
             Worked example: outputs `[1, 0]` and `[0, 1]`, lse 3 and 1. The sums behind them are 8 and 2, so the weights are 8/10 and
@@ -1302,19 +1315,19 @@ EXERCISES = [
             A CUDA graph replays the same kernels on the same memory, for a fixed number of rows. Three requests run in a graph of
             four; row 3 is computed too, whatever stands in its input. The buffers still hold what an older, larger batch left.
 
-            Make the rows from `count` to `padded` harmless, **in place**. `fields` is a dictionary of numpy arrays; `FIELDS` lists
-            (name, dtype, value of a padding row) for each. One value depends on the cache: a padding row's `slots` is `spare_slot`,
-            a place that no request owns. Leave the rows of the requests alone.
+            Make the rows from `count` to `padded` harmless, **in place**. `fields` is a dictionary of numpy arrays, some of the
+            input's (those of its tokens, or of its sequences, ...); `HARMLESS` says for each name what a padding row gets. One value
+            depends on the cache: a padding row's `slots` is `spare_slot`, a place that no request owns. Leave the rows of the
+            requests alone.
 
             Worked example: count 1, padded 3, spare slot 64. `slots` was `[7, 12, 3, 9]` and becomes `[7, 64, 64, 9]`; `lengths` was
-            `[5, 8, 2, 2]` and becomes `[5, 0, 0, 2]`; `sources` gets -1, and so on through FIELDS.
+            `[5, 8, 2, 2]` and becomes `[5, 0, 0, 2]`; `sources` gets -1, and so on.
         """,
         hints=(
             "What does the row do? It writes a key and a value to its slot, reads a context of `lengths` tokens, and may take its token "
             "from the step before. Each of these must hit nobody.",
-            "Loop over FIELDS and assign to a slice of the array that the dictionary holds. Assigning to a slice changes the array itself.",
-            "For each name, the rows from count to padded become the third entry of its line in FIELDS; only for the name 'slots' it is "
-            "spare_slot.",
+            "Loop over `fields.items()` and assign to a slice of each array. Assigning to a slice changes the array itself.",
+            "For each name, the rows from count to padded become HARMLESS[name]; only for the name 'slots' it is spare_slot.",
         ),
         explanation="""
             All rows are computed. A padding row with slot 0 writes its key over slot 0, which belongs to somebody; with slot -1, many
@@ -1336,25 +1349,25 @@ EXERCISES = [
             ),
             Mutant(
                 "slot_zero",
-                edited(PAD, 'spare_slot if name == "slots" else empty', "empty"),
+                edited(PAD, 'spare_slot if name == "slots" else HARMLESS[name]', "HARMLESS[name]"),
                 "Padding writes to slot 0, and that belongs to a live request. Use spare_slot.",
                 "rvllm#32: padded rows reuse slot 0",
             ),
             Mutant(
                 "context_one",
-                edited(PAD, "else empty", 'else 1 if name == "lengths" else empty'),
+                edited(PAD, "else HARMLESS[name]", 'else 1 if name == "lengths" else HARMLESS[name]'),
                 "Padding reads a context of one token, through whatever table its seat has. Its length is 0.",
                 "gty111/gLLM#174 pads lengths with 1, against a division by zero",
             ),
             Mutant(
                 "source_left",
                 pad_some,
-                "Only slots and lengths are set. What is left from the older batch, such as `sources`, still acts.",
+                "Only slots, lengths and counts are set. What is left from the older batch, such as `sources`, still acts.",
                 "slwang-ustc/nano-vllm-v1#3; InternLM/lmdeploy#4569: data of the step before in a graph's buffers",
             ),
             Mutant(
                 "source_zero",
-                edited(PAD, "else empty", 'else 0 if name == "sources" else empty'),
+                edited(PAD, "else HARMLESS[name]", 'else 0 if name == "sources" else HARMLESS[name]'),
                 "Source 0 means: take the token of row 0 of the step before. No source is -1.",
                 "0 as 'nothing'",
             ),
@@ -1389,6 +1402,12 @@ EXERCISES = [
                 "fear of two rows writing to one place",
             ),
             Mutant(
+                "all_names",
+                pad_all_names,
+                "KeyError: you loop over all names that HARMLESS knows. `fields` holds only some of them: loop over it.",
+                "an earlier version of this exercise",
+            ),
+            Mutant(
                 "new_arrays",
                 pad_new_arrays,
                 "The arrays that came in are unchanged: you build new ones, and the graph reads the old memory. Assign to a slice, array[a:b] = value.",
@@ -1397,10 +1416,9 @@ EXERCISES = [
         ),
         variant=pad_variant,
         scratch="""
-            fields = {name: np.arange(4).astype(kind) + 7 for name, kind, _ in FIELDS}
+            fields = {name: np.arange(4) + 7 for name in ("slots", "positions", "sources")}
             pad_rows(fields, 1, 3, 64)
-            for name in ("slots", "lengths", "sources"):
-                print(name, fields[name])
+            print(fields)
         """,
         plug_in=plug_pad_rows,
     ),
@@ -1427,7 +1445,7 @@ EXERCISES = [
             query head gives the right result and fails.
         """,
         hints=(
-            "Five lines of arithmetic in a loop `for j in range(0, length, TILE)`. You have written two of the functions that it calls. "
+            "Eight short lines in a loop `for j in range(0, length, TILE)`. You have written two of the functions that it calls. "
             "What is different in the last turn?",
             "A row of the cache is DIM numbers: rows[:, None] * DIM + d[None, :] are the places of a tile [TILE, DIM]. Loads need the mask "
             "inside[:, None]. Scores of keys that are not inside must become -inf, or they count with score 0.",

@@ -9,14 +9,14 @@
 # graph, fusion, split-KV and overlap each bring, and where their traps are.
 #
 # *40 minutes. You need stages 03 (online softmax) and 04 (block tables). **No GPU needed:** the kernels run here in Triton's
-# interpreter, slowly but exactly. What only a GPU can show comes from one measured run, named in each cell.*
+# interpreter, slowly but exactly. What only a GPU can show comes from measured runs (benchmarks/README.md); from one to the
+# next, figures differ by up to a fifth.*
 
 # %%
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # run GPU kernels on the CPU; must be set before Triton is imported
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ from minillm.course import compare, predict, quiz, show_source, swap
 from minillm.course.exercise import get_exercise
 from minillm.course.stages.s14_gpu_kernels.exercises import decode_per_head, graphed_llm, run_decode, tiny_llm
 from minillm.course.stages.s14_gpu_kernels.figures import count_operators, gpu_figures
-from minillm.course.stages.s14_gpu_kernels.interpreted import launch, run_merge_parts, run_online_softmax, watch
+from minillm.course.stages.s14_gpu_kernels.interpreted import launch, run_merge_parts, watch
 from minillm.course.widgets import stepper
 
 BLUE, SKY, ORANGE, GREEN, GREY = "#0072B2", "#9BC9E8", "#D55E00", "#009E73", "#D9D9D9"
@@ -55,7 +55,7 @@ SHAPES = {
     LARGE: ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072),  # from its config.json
 }
 floor = {name: roofline.step_bytes(config, [256], 2, 2) / gpu.read for name, config in SHAPES.items()}
-print(f"{gpu.name}, one stream, bfloat16, context 256; tokens per second")
+print(f"{gpu.name}, one user, bfloat16, context 256; tokens per second")
 print(f"{'':<14}{'bytes a step':>14}{'the limit':>12}{'transformers, eager':>21}{'minillm':>10}")
 for name, config in SHAPES.items():
     eager = gpu.get("tokens_per_second", name, "eager", engine="transformers")
@@ -83,7 +83,7 @@ predict("14.large", None, "times", question)
 # %% [markdown]
 # ## What a step is made of
 #
-# On a GPU each PyTorch operator is at least one *kernel*: a small program that the CPU launches. Counting needs no GPU. We let the plain
+# On a GPU each PyTorch operator is at least one *kernel*: a function that the CPU launches and the GPU runs. Counting needs no GPU. We let the plain
 # engine do one decode step, and count the operators that compute something (views are free).
 
 # %%
@@ -103,7 +103,7 @@ while llm.scheduler.running:
 # Most of them touch a few kilobytes: a row of 576 numbers. The GPU is done with such a kernel in a few microseconds. But Python needs longer than
 # that to *launch* one. So the GPU waits for the CPU, again and again. That is **launch-bound**.
 #
-# Here is a measured step, to scale: our engine with its own kernels (so there are fewer of them), launched one by one, and as a graph. (Skip the drawing code.)
+# Here is a measured step, to scale: our engine with its own kernels (so there are fewer of them), launched one by one, and as a graph.
 
 # %%
 step, busy, count = {}, {}, {}
@@ -135,7 +135,7 @@ def draw_step(ax, every, cpu, kernel, token, width, title):
         ax.text(
             (i + 0.5) * token, 0.4, f"token {i + 1}: all kernels", ha="center", va="center", color="white", clip_on=True
         )
-    ax.set(xlim=(0, width), ylim=(-0.1, 2.1), yticks=[0.4, 1.5], yticklabels=["GPU: kernels", "CPU: launches"])
+    ax.set(xlim=(0, width), ylim=(-0.1, 2.1), yticks=[0.4, 1.5], yticklabels=["GPU: kernels", "CPU: work"])
     ax.set_title(title, loc="left", fontsize=10)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -146,7 +146,7 @@ if gpu.found:
     each, width = step[one_by_one] / count[one_by_one], 2 * step[graph]
     title = f"one by one: in this time {width / each:.0f} of {count[one_by_one]:.0f} kernels of the first token"
     draw_step(axes[0], each, 0.94 * each, busy[one_by_one] / count[one_by_one], width * 2, width, title)
-    title = "one graph: a launch for each token, kernels back to back, the CPU free in between"
+    title = "one graph: one launch for each token; the blue bar is all of the CPU's work"
     draw_step(
         axes[1], step[graph], 1e3 * gpu.get("cpu_ms_per_step", SMALL), 0.98 * step[graph], step[graph], width, title
     )
@@ -154,12 +154,10 @@ if gpu.found:
     plt.show()
 
 # %% [markdown]
-# In the upper picture the orange slivers are the GPU at work. The white between them is a very expensive machine doing nothing.
-#
 # ## Rung 1: one launch for all
 #
-# A **CUDA graph** records a step's kernels once, with their addresses, and replays them with one call. The kernels are the same. What does it bring? You can
-# work it out: without graphs a kernel ends every *launch* or every *kernel*, whichever is longer.
+# A **CUDA graph** records a step's kernels once, with their addresses, and replays them with one call. The kernels are the same. What does it bring?
+# Without graphs a kernel ends every *launch* or every *kernel*, whichever is longer.
 
 # %%
 print(f"{gpu.name}, microseconds")
@@ -175,17 +173,31 @@ for key, name in (("14.small", SMALL), ("14.large", LARGE)):
     compare(key, step[name, "no graphs"] / step[name, ""], "times")
 
 # %% [markdown]
-# Same machine, same trick, two very different results, and the two ratios are close. A launch costs the same for both models. What differs is what it is
+# Same machine, same trick, two very different results. A launch costs the same for both models (tens of microseconds; most of that is Python). What differs is what it is
 # compared with: the large model's kernels each read tens of megabytes, so they last longer. **Ask what is waiting for what, before you optimise.** A token takes about
 #
 # *max( kernels × launch, kernels × (start + end) + bytes / bandwidth )*
 #
-# and each rung below attacks one term.
+# Take the two costs of a kernel from the small model, and predict the large one:
+
+# %%
+launch_us = step[SMALL, "no graphs"] / count[SMALL, "no graphs"]
+ends_us = (step[SMALL, ""] - 1e6 * floor[SMALL]) / count[SMALL, ""]
+print(f"from {SMALL}: a launch {launch_us:.1f} us; a kernel's start and end {ends_us:.2f} us")
+for mode, us in (
+    ("no graphs", count[LARGE, "no graphs"] * launch_us),
+    ("", count[LARGE, ""] * ends_us + 1e6 * floor[LARGE]),
+):
+    print(f"{LARGE}, {mode or 'as a graph':<11} predicted {us:8,.0f} us, measured {step[LARGE, mode]:8,.0f} us")
+
+# %% [markdown]
+# Most rungs below attack one of these terms.
 #
 # ## What a kernel looks like
 #
-# Triton kernels are Python functions about *tiles*. You launch many *programs*; each asks for its number, loads a tile of numbers, computes,
-# and stores. This one is whole except for the lines that you will write:
+# Triton kernels are Python functions about *tiles*. A launch starts many copies, called *programs*; each asks for its number, loads a tile of numbers, computes,
+# and stores. `x` is an address and `x + column` an array of addresses: `tl.load(addresses, mask, other)` reads them and gives `other` where the mask is False.
+# `tl.constexpr` arguments are fixed when the kernel is compiled. (Two lines say PDL: they wait for rung 6.)
 
 # %%
 show_source(kernels._rms_norm)
@@ -207,7 +219,7 @@ print("right:", torch.allclose(out, torch.nn.functional.rms_norm(x, (6,), weight
 # ## Rung 2: fewer kernels
 #
 # Operator by operator, RMSNorm is six kernels, and each writes a row only for the next one to read it back. **Fused**, it is one: load, compute in
-# registers, store. The engine has ten kernels in all. Does the whole real model run on them? It does, even here. (Attention, norms, rotation, cache and
+# registers, store. With one row even the products do norm, activation and residual on the way (`_matvec`; with more rows they are cuBLAS's, NVIDIA's library). The engine has ten kernels in all. Does the whole real model run on them? It does, even here. (Attention, norms, rotation, cache and
 # sampling are GPU kernels in the interpreter; the large products stay PyTorch's.)
 
 # %%
@@ -231,7 +243,8 @@ print(
 )
 print("   " + ", ".join(f"{names.count(name)} {name[1:]}" for name in sorted(set(names), key=names.index)))
 print(
-    f"on {gpu.name}, one row, norm and activation inside the products: {gpu.get('kernels_per_step', SMALL):.0f} kernels (measured)"
+    f"on {gpu.name}, with {names.count('_rms_norm')} norms and {names.count('_swiglu')} activations inside the products, and "
+    f"{llm.config.num_layers} merges of rung 4: {gpu.get('kernels_per_step', SMALL):.0f} kernels (measured)"
 )
 
 # %% [markdown]
@@ -247,25 +260,16 @@ print(
 show_source(kernels.cache_rows)
 show_source(kernels.online_softmax)
 
-# %%
-loop = inspect.getsource(kernels._attention.fn)
-loop = loop[loop.index("    for j in range(low") : loop.index("    total = tl.where")]
-print(loop)
-
 # %% [markdown]
-# (`PACKED` is the 8-bit cache; look at the `else` branches.) Base 2, because a GPU has an instruction for it. `-inf` marks keys that may not be seen: exp2(-inf) is exactly 0. Here is the
-# trap of stage 03 again: a row that has seen nothing yet, and a tile in which it sees nothing either. A sliding window can do that. Then the maximum is still -inf, and -inf minus -inf is NaN.
-
-# %%
-never = float("-inf")
-careless = next(m.obj for m in get_exercise("14.2").mutants if m.name == "empty_nan")  # one guard is missing in it
-m, l, tile = torch.tensor([never]), torch.tensor([0.0]), torch.tensor([[never, never]])
-for title, fn in (("the engine's", kernels.online_softmax), ("without care", careless)):
-    state = run_online_softmax(fn, m, l, tile)
-    print(f"{title}: weights {state['weights'].tolist()}, l {state['l'].tolist()}")
-
-# %% [markdown]
-# One NaN in a sum stays, and the rest of the text is gone.
+# For each tile of keys the loop in `kernels._attention` does this:
+#
+# 1. `rows = cache_rows(...)`: where the tile's keys lie
+# 2. `k`, `v`: load these rows
+# 3. `scores = q · kᵀ · scale · log2(e)`, and -inf where a key may not be seen
+# 4. `m, l, weights, shrink = online_softmax(m, l, scores)`
+# 5. `acc = acc · shrink + weights · v`; after the last tile the result is `acc / l`
+#
+# Base 2, because a GPU has an instruction for it. exp2(-inf) is exactly 0. At the end of a context the last key is read again instead of masking the load, and gets the score -inf. The NaN trap of stage 03 is here too; you meet it in 14.2.
 #
 # ### One program, tile by tile
 #
@@ -277,16 +281,8 @@ heads, kv_heads, dim = 6, 2, 16
 generator = torch.Generator().manual_seed(61)
 cache_pair = torch.randn(2, 12 * PAGE, kv_heads, dim, generator=generator)
 cache = kernels.LayerCache(*cache_pair)
-q, out = torch.randn(1, heads * dim, generator=generator), torch.empty(1, heads * dim)
+q = torch.randn(1, heads * dim, generator=generator)
 one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-
-
-def decode(table, length, splits=1):
-    """Attention of one query through the engine's kernel."""
-    table = torch.tensor([table], dtype=torch.int32)
-    tiles = kernels.Tiles(zero, one, one * length, zero, table, zero, zero, 16, splits)
-    kernels.paged_attention(q, cache, tiles, out, PAGE, heads, dim**-0.5, None)
-    return out.view(heads, dim)
 
 
 states = []
@@ -347,11 +343,11 @@ captions[-1] = f"positions {8 * (len(tiles_read) - 1)} to {LENGTH - 1}: the rest
 stepper(draw_tile, len(tiles_read), captions, size=(7.4, 2.3), still=[0, 1, len(tiles_read) - 1])
 
 # %% [markdown]
-# Numbers in the boxes are positions; grey pages belong to others. A tile is not a page.
+# Numbers in the boxes are positions; grey pages belong to others.
 #
 # ### Why one program per KV head
 #
-# SmolLM2 has 9 query heads that share 3 KV heads. A program per *query* head is the obvious choice, and many small engines make it. We count what both ask for:
+# SmolLM2 has 9 query heads that share 3 KV heads. Reading keys and values for each *query* head is the obvious choice, and many small engines make it. We count what both ask for:
 
 # %%
 q9, (k3, v3) = torch.randn(1, 9, 64), torch.randn(2, 512, 3, 64)
@@ -387,15 +383,18 @@ print(
     "\npart outputs [1, 0] and [0, 1], with 2^3 and 2^1 behind them:",
     [round(x, 3) for x in run_merge_parts(kernels.merge_parts, each, lse).tolist()],
 )
+right = attention.paged_query(q9.view(9, 64), k3, v3, table[0].tolist(), 500, 16, 64**-0.5)
 for splits in (1, 4):
-    off = float((decode(TABLE, LENGTH, splits) - want).abs().max())
-    print(f"the 21 tokens from above in {splits} part{'s' * (splits > 1)}: largest difference {off:.0e}")
+    tiles = kernels.Tiles(zero, one, length, zero, table, zero, zero, 16, splits)
+    kernels.paged_attention(q9.view(1, -1), kernels.LayerCache(k3, v3), tiles, o9, 16, 9, 64**-0.5, None)
+    off = float((o9.view(9, 64) - right).abs().max())
+    print(f"the 500 tokens from above in {splits} part{'s' * (splits > 1)}: largest difference {off:.0e}")
 print(f"{gpu.name}, context near 256, a token without and with split-KV:")
 for name in SHAPES:
     print(f"   {name:<14}{1e3 * gpu.get('tpot', name, 'no split-KV'):7.3f} ms{1e3 * gpu.get('tpot', name):7.3f} ms")
 
 # %% [markdown]
-# A part of a softmax is not an average: each part reports its log-sum-exp, and the merge weighs by it. An *empty* part reports -inf. You write the merge.
+# A part of a softmax is not an average: each part reports its log-sum-exp, and the merge weighs by it. There are at most 16 parts, and a part is at least one tile of 64 keys: at 256 tokens only four have work. An *empty* part reports -inf. You write the merge.
 #
 # ## The price of graphs: padding
 #
@@ -420,8 +419,8 @@ for i, (a, b) in enumerate(zip(right, wrong, strict=True)):
     print(f"request {i}: right {a!s:<34} with zeros {b!s:<34}{'' if a == b else '<- another text'}")
 
 # %% [markdown]
-# Zeros are not harmless. Slot 0 belongs to somebody, and the padding row wrote its key there in every step. No error, no NaN: **one user's text changes because of the batch size.** vLLM had it with slot -1, which
-# wraps around to the last slot (pull request 43869).
+# Zeros are not harmless. Slot 0 belongs to somebody, and the padding row wrote its key there in every step. No error, no NaN: **one user's text changes because the batch does not fill its graph.** One path of vLLM
+# used slot -1 as an index, which is the last slot (pull request 43869).
 #
 # ## Rung 5: do not wait for the answer
 #
@@ -429,9 +428,7 @@ for i, (a, b) in enumerate(zip(right, wrong, strict=True)):
 # token was computed in vain.
 
 # %%
-code = inspect.getsource(LLM._step)
-print(code[code.index("        after = self.scheduler.ahead") : code.index("        self._account(flight.plan")])
-print(f"{gpu.name}, one stream, ms a token:")
+print(f"{gpu.name}, one user, ms a token:")
 print(f"{'':<14}{'CPU work':>10}{'GPU work':>10}{'one after the other':>21}{'overlapped':>12}")
 for name in SHAPES:
     cpu, busy = gpu.get("cpu_ms_per_step", name, "no overlap"), gpu.get("gpu_ms_per_step", name, "no overlap")
@@ -440,13 +437,13 @@ for name in SHAPES:
     )
 
 # %% [markdown]
-# A sum has become (nearly) a maximum.
+# Overlapped, a token takes hardly longer than the GPU's own work. (One after the other is less than the sum of both columns: the GPU begins while the CPU still finishes its start.)
 #
 # ## Rungs 6 and 7: the last microsecond, and fewer bytes
 #
 # **Programmatic dependent launch** (PDL, NVIDIA GPUs from Hopper on) lets a kernel start while the one before it drains. It fetches weights, which nobody writes, and waits only before it touches what the other one makes: the `_wait` in each of our kernels.
 #
-# **An 8-bit KV cache** changes no launch. It halves the bytes of keys and values. Is that much? It depends on who else is reading.
+# **An 8-bit KV cache** changes no launch. It halves the bytes of keys and values.
 
 # %%
 qwen = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, qk_norm=True)  # Qwen3-0.6B
@@ -455,9 +452,9 @@ for requests in (1, 256):
     print(
         f"Qwen3-0.6B, {requests:>3} requests of 820 tokens: {total:6.2f} GB a step, of these keys and values {cache_bytes / total:.0%}"
     )
-full, half = (roofline.step_bytes(qwen, [820] * 256, 2, size) for size in (2, 1))
-print(f"with one byte a number, 256 requests read {full / half:.2f} times less")
-print(f"\n{gpu.name}, 256 requests of 100 to 1,024 tokens, 128 of them at once in the profile:")
+full, half = (roofline.step_bytes(qwen, [620] * 128, 2, size) for size in (2, 1))
+print(f"128 requests of 620 tokens: {full / 1e9:.1f} GB a step; with one byte a number {full / half:.2f} times less")
+print(f"\n{gpu.name}: a step of 128 requests of about 620 tokens; tokens/s of 256 requests, prompts included")
 print(f"{'cache':<6}{'tokens/s':>10}{'ms of GPU a step':>18}{'attention, us a layer':>23}")
 for kind in ("bf16", "int8", "fp8"):
     mode = f"{kind} KV"
@@ -466,13 +463,12 @@ for kind in ("bf16", "int8", "fp8"):
     print(f"{kind:<6}{rate:>10,.0f}{ms:>18.2f}{one_layer:>23.1f}")
 
 # %% [markdown]
-# Fewer bytes, more tokens, but by less than the bytes say: unpacking costs arithmetic, and the products and the CPU are as slow as before. A ratio of bytes is
-# an upper bound, not a promise.
+# Fewer bytes, more tokens, but by less than the bytes say: unpacking costs arithmetic, and the products take as long as before.
 
 # %% [markdown]
 # ## The ladder
 #
-# Everything on, and one thing taken away at a time. The further a dot is to the right of the lowest one, the more that thing was worth. The scale is logarithmic.
+# Everything on, and one thing taken away at a time. The further a dot is to the right of the lowest one, the more that thing was worth.
 
 # %%
 MODES = {
@@ -505,7 +501,7 @@ for ax, name in zip(axes, SHAPES, strict=True):
         ax.set_xticks(ticks, map(str, ticks))
         ax.minorticks_off()
     ax.set_xlabel("ms per token, log scale")
-    ax.set_title(f"{name}, one stream", fontsize=10, loc="left")
+    ax.set_title(f"{name}, one user", fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
@@ -513,12 +509,12 @@ plt.show()
 # So what is the limit now? Divide.
 
 # %%
-print(f"{gpu.name}, one stream; measured reading: {gpu.read / 1e9:,.0f} GB/s")
-print(f"{'':<14}{'tokens/s':>9}{'GB/s':>8}{'share of reading':>18}{'kernels':>9}{'us a kernel':>13}")
+print(f"{gpu.name}, one user; measured reading: {gpu.read / 1e9:,.0f} GB/s")
+print(f"{'':<14}{'1/TPOT':>9}{'GB/s':>8}{'share of reading':>18}{'kernels':>9}{'us a kernel':>13}")
 for name in (SMALL, "Qwen3-0.6B", "Llama-3.2-1B", LARGE):
     count, busy = gpu.get("kernels_per_step", name), gpu.get("gpu_ms_per_step", name)
     print(
-        f"{name:<14}{gpu.get('tokens_per_second', name):>9,.0f}{gpu.get('gb_per_second', name):>8,.0f}"
+        f"{name:<14}{1 / gpu.get('tpot', name):>9,.0f}{gpu.get('gb_per_second', name):>8,.0f}"
         f"{gpu.get('share_of_read', name):>18.0%}{count:>9.0f}{1e3 * busy / count:>13.1f}"
     )
 
@@ -542,9 +538,7 @@ else:
 # %% [markdown]
 # ## What beginners get wrong
 # - **Timing without waiting.** A launch returns at once. Without a synchronisation you measure how fast Python asks.
-# - **Optimising the wrong term.** 4-bit weights do nothing for a model that waits for launches; fewer kernels do little for one that waits for bytes.
 # - **Masking the load, not the score.** A key that is not there then counts with score 0. Or the score and not the load: 0 times NaN is NaN.
-# - **Zeros as padding.** Slot 0, token 0 and source 0 are all somebody's.
 # - **A number from the CPU inside a graph.** It is frozen at capture. Lengths must be read from memory *by the kernel*, so loops are bounded by loaded values.
 # - **int32 addresses.** page × page size × heads × dim passes 2³¹ in a large cache (vLLM, pull request 47671).
 #
@@ -552,11 +546,9 @@ else:
 # | here | vLLM | SGLang / FlashInfer | llama.cpp |
 # |---|---|---|---|
 # | `_attention` | `kernel_unified_attention_2d` (Triton), FlashAttention | `BatchDecodeWithPagedKVCacheWrapper` | `fattn-vec`, `fattn-mma` |
-# | `buckets`, graphs | `cudagraph_capture_sizes` | `--cuda-graph-bs` | `GGML_CUDA_GRAPHS` |
 # | `spare_slot` | `PAD_SLOT_ID` (-1, skipped by the kernel) | slot 0 of the pool, never handed out | – |
 # | run ahead | async scheduling | overlap scheduler | – |
 # | `merge_parts` | `merge_attn_states` | `merge_state` | `flash_attn_combine_results` |
-# | int8, fp8 KV | `--kv-cache-dtype fp8` | `--kv-cache-dtype` | `--cache-type-k q8_0` |
 #
 # ## Three quick questions
 
@@ -600,7 +592,7 @@ quiz(
 
 # %% [markdown]
 # ## Now you can
-# say from three numbers (kernels, bytes, bandwidth) what a model waits for, read a Triton attention kernel line by line, run it without a GPU and count what it touches, and name the trap on each rung of the ladder.
+# say what a model waits for, read a Triton kernel, run it without a GPU, and name the trap on each rung of the ladder.
 #
 # **Next:** [exercises/14_gpu_kernels.ipynb](../exercises/14_gpu_kernels.ipynb). You write the fused norm, the softmax tile, the page lookup, the merge, the padding, and then a paged attention kernel of your own.
 #
