@@ -334,8 +334,7 @@ class GpuRunner(runner.Runner):
     def start(self, plan: Plan, after: runner.Flight | None = None) -> Flight:
         """Start a plan, sampling included. `after`: the flight whose tokens it begins with."""
         self.move(plan)
-        values, count = self._values(plan, after is not None)
-        wanted = count._replace(tokens=count.tokens + plan.num_padding)
+        values, count, wanted = self._values(plan, after is not None)
         shape = next((shape for shape in self.graphs if shape.holds(wanted)), None)
         if shape is not None:
             self.inputs[shape.decode].send(values, count, shape, self.spare_slot)
@@ -355,8 +354,7 @@ class GpuRunner(runner.Runner):
     def run(self, plan: Plan) -> Tensor:
         """Logits, for requests that need more than a token; see `runner.Runner.run`."""
         self.move(plan)
-        values, count = self._values(plan, False)
-        wanted = count._replace(tokens=count.tokens + plan.num_padding)
+        values, count, wanted = self._values(plan, False)
         return self._forward(wanted, self._own_inputs(values, count, wanted))
 
     def _own_inputs(self, values: dict[str, np.ndarray | int], count: Shape, shape: Shape) -> Inputs:
@@ -365,8 +363,11 @@ class GpuRunner(runner.Runner):
         inputs.send(values, count, shape, self.spare_slot)
         return inputs
 
-    def _values(self, plan: Plan, in_flight: bool) -> tuple[dict[str, np.ndarray | int], Shape]:
-        """The input of a step, by name. in_flight: it begins with tokens that are on the device only."""
+    def _values(self, plan: Plan, in_flight: bool) -> tuple[dict[str, np.ndarray | int], Shape, Shape]:
+        """The input of a step, by name; its shape, without and with the dead tokens of a padded batch.
+
+        in_flight: it begins with tokens that are on the device only.
+        """
         size, chunks = self.cache.block_size, plan.chunks
         seats = self.tables.update([chunk.request for chunk in chunks])
         begins, ends = np.array([chunk.start for chunk in chunks]), np.array([chunk.end for chunk in chunks])
@@ -410,4 +411,5 @@ class GpuRunner(runner.Runner):
         }
         for name, column in self.tables.sampling.items():
             values[name] = column[seats[owners]]
-        return values, Shape(len(whose), len(chunks), len(long_sequences), len(owners))
+        count = Shape(len(whose), len(chunks), len(long_sequences), len(owners))
+        return values, count, count._replace(tokens=count.tokens + plan.num_padding)
