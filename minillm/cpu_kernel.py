@@ -20,13 +20,19 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np import arrayobj
 from torch import Tensor
 
 from .attention import Layout
 
 LOCK = threading.Lock()  # numba's simplest thread pool allows one caller at a time
 PART = 64  # tokens of a part
+AHEAD = 4  # tokens between the one in work and the one asked for: a processor guesses the next line, not the next slot
+LINE = 16  # float32 of a cache line
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # no "nnan", "ninf": a part may have no key that a query sees
 LEAST = np.float32(-126.0)  # 2**LEAST is the smallest normal number
 # 2**r = sum of (r ln 2)**k / k!; for |r| <= 1/2 what comes after these terms is less than float32 can tell
@@ -42,6 +48,22 @@ def exp2(x):
     p = T0 + r * (T1 + r * (T2 + r * (T3 + r * (T4 + r * (T5 + r * (T6 + r * T7))))))
     power = np.int32((np.int32(whole) + 127) << 23).view(np.float32)  # 2**whole: exponents have an offset of 127
     return np.float32(0.0) if x < LEAST else p * power
+
+
+@intrinsic
+def prefetch(typing, array, i, j, k):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of array[i, j, k], without waiting for it (LLVM's `prefetch`)."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind, byte, i32 = signature.args[0], ir.IntType(8).as_pointer(), ir.IntType(32)
+        found = arrayobj.make_array(kind)(context, builder, args[0])
+        address = cgutils.get_item_pointer(context, builder, kind, found, list(args[1:]))
+        takes = [byte, i32, i32, i32]  # address, read or write, how long to keep it, data or code
+        call = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), takes))
+        builder.call(call, [builder.bitcast(address, byte), i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, types.intp), generate
 
 
 @njit(fastmath=FAST, forceinline=True)
@@ -84,7 +106,9 @@ def attend_part(q, keys, values, start, queries, length, table, first, stop, row
     scores = np.empty((queries * heads, PART), np.float32)
     for i in range(tokens):
         for g in range(kv_heads):
-            k = keys[slots[i], g]
+            k, later = keys[slots[i], g], slots[min(i + AHEAD, tokens - 1)]
+            for d in range(0, dim, LINE):
+                prefetch(keys, later, g, d)  # type: ignore[call-arg]
             for c in range(queries):
                 for r in range(c * heads + g * share, c * heads + (g + 1) * share):
                     s, x = scaled[r], np.float32(0.0)
@@ -97,7 +121,9 @@ def attend_part(q, keys, values, start, queries, length, table, first, stop, row
         m[row + r], l[row + r] = softmax(scores[r], low, high, tokens)
     for i in range(tokens):
         for g in range(kv_heads):
-            v = values[slots[i], g]
+            v, later = values[slots[i], g], slots[min(i + AHEAD, tokens - 1)]
+            for d in range(0, dim, LINE):
+                prefetch(values, later, g, d)  # type: ignore[call-arg]
             for c in range(queries):
                 for r in range(c * heads + g * share, c * heads + (g + 1) * share):
                     a, weight = acc[row + r], scores[r, i]
