@@ -10,9 +10,9 @@ they are. Greedy; the end token is ignored.
 
   a  one stream: a prompt of 128 tokens, 256 new ones
   b  256 requests at once, prompts and outputs uniform in 100 to 1024 tokens, seed 0 (the usual offline workload)
-  c  Poisson arrivals, a tenth of the prompts with 8,000 to 12,000 tokens; chunked prefill on and off
+  c  Poisson arrivals for 15 seconds, 16, 40 or 48 a second; a tenth of the prompts have 8,000 to 12,000 tokens, the
+     others 64 to 512; outputs of 64 to 256 tokens; chunked prefill on and off
   d  16 requests in turn that share a prefix of 4,096 tokens
-  e  as c, three times as many requests and as often
 
 Each row is measured in a process of its own, with a time limit: a crash or a hang becomes a row that says so. Rows that
 are not measured this time stay in the file as they are; each says in which run it was made, and ratios are between rows
@@ -51,6 +51,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 REPEATS = 3
 SLO = (1.0, 0.03)  # c: seconds to the first token, and for each one after it
+LOADS = (16, 40, 48)  # c: requests a second
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Row:
 WITHOUT = {
     "no graphs": (),
     "no overlap": ((Scheduler, "ahead", lambda self, plan: None),),
-    "no PDL": ((kernels, "_pdl", lambda device: False),),
+    "no PDL": ((kernels, "has_pdl", lambda device: False),),
     "no matvec kernel (cuBLAS)": ((fused, "one_row", lambda x: False),),
     "no split-KV": ((gpu_runner, "split_count", lambda programs, processors: 1),),
 }
@@ -111,10 +112,7 @@ def rows() -> list[Row]:
         Row("b", qwen, ours, "no overlap"),
         Row("b", small, ours, "bf16 KV"),
         Row("b", small, "transformers", "continuous batching"),
-        Row("c", qwen, ours, "chunked prefill"),
-        Row("c", qwen, ours, "whole prompts"),
-        Row("e", qwen, ours, "chunked prefill"),
-        Row("e", qwen, ours, "whole prompts"),
+        *(Row("c", qwen, ours, f"{mode}, {load}/s") for load in LOADS for mode in ("chunked prefill", "whole prompts")),
         Row("d", qwen, ours, "prefix cache"),
         Row("d", qwen, ours, "no prefix cache"),
     ]
@@ -226,18 +224,17 @@ def book(row: Row, report: bench.Report) -> None:
 
 
 def poisson(row: Row) -> dict[str, Any]:
-    chunked = row.mode == "chunked prefill"
+    chunked, load = row.mode.startswith("chunked"), int(row.mode.split()[-1].removesuffix("/s"))
     llm = engine(
         row, max_num_seqs=128, max_model_len=16384, enable_chunked_prefill=chunked, enable_prefix_caching=False,
         max_num_batched_tokens=512 if chunked else 16384,
     )  # fmt: skip
-    busy = 3 if row.workload == "e" else 1
     draw, now, items = random.Random(0), 0.0, []
-    for _ in range(240 * busy):
+    for _ in range(15 * load):
         length = draw.randint(8000, 12000) if draw.random() < 0.1 else draw.randint(64, 512)
         prompt = [draw.randrange(llm.config.vocab_size) for _ in range(length)]
         items.append(bench.Item(prompt, draw.randint(64, 256), now))
-        now += draw.expovariate(16.0 * busy)
+        now += draw.expovariate(load)
     bench.run(llm, items[:60])
     book(row, bench.run(llm, items, slo=SLO))
     return {}
@@ -402,7 +399,7 @@ def work(row: Row) -> Any:
         return compiled_decoder
     if row.engine == "transformers":
         return transformers_many if row.workload == "b" else transformers_one
-    return {"a": one_stream, "b": offline, "c": poisson, "d": prefix, "e": poisson}[row.workload]
+    return {"a": one_stream, "b": offline, "c": poisson, "d": prefix}[row.workload]
 
 
 def run_rows(names: list[str]) -> None:
@@ -529,8 +526,8 @@ def ratios(done: list[Row]) -> dict[str, float]:
         found |= against(f"b/{qwen}/minillm/{mode}", f"b/{qwen}/minillm/bf16 KV")
     for mode in ("no graphs", "no overlap"):
         found |= against(f"b/{qwen}/minillm/bf16 KV", f"b/{qwen}/minillm/{mode}")
-    for load in "ce":
-        chunked, whole = f"{load}/{qwen}/minillm/chunked prefill", f"{load}/{qwen}/minillm/whole prompts"
+    for load in LOADS:
+        chunked, whole = (f"c/{qwen}/minillm/{mode}, {load}/s" for mode in ("chunked prefill", "whole prompts"))
         found |= against(whole, chunked, "itl_p99") | against(chunked, whole)
     if (row := by.get(f"d/{qwen}/minillm/prefix cache")) is not None:
         found["d: TTFT, first : others"] = row.ttft_cold / row.ttft_warm

@@ -87,8 +87,7 @@ def _peers_cells(row: dict) -> list[str]:
 ASKED = {
     "a": "one stream: 128 tokens in, 256 out",
     "b": "256 requests at once, 100 to 1024 tokens in and out",
-    "c": "16 requests a second (Poisson), a tenth of the prompts with 8,000 to 12,000 tokens",
-    "e": "the same, 48 requests a second",
+    "c": "Poisson arrivals, a tenth of the prompts with 8,000 to 12,000 tokens",
     "d": "16 requests in turn, 4,096 tokens shared",
 }
 

@@ -21,7 +21,7 @@ from . import metrics
 from .engine import LLM
 from .errors import RequestError
 from .metrics import RequestMetrics, StepRecord
-from .request import Request, SamplingParams, Status
+from .request import Request, SamplingParams
 
 PERCENTILES = (50, 90, 99)
 
@@ -126,11 +126,11 @@ def run(
             if not live:
                 time.sleep(max(0.0, todo[-1].arrival - now) if todo else 0.0)
                 continue
-            llm.step()
-            for name in [name for name, all_ in live.items() if all(r.status is Status.FINISHED for r in all_)]:
-                done += live.pop(name)
-                llm.abort(name)
-                bar.update()
+            for name in {request.id: None for request, delta in llm.step() if delta.finish_reason}:
+                if name in live and llm.is_done(name):
+                    done += live.pop(name)
+                    llm.abort(name)
+                    bar.update()
     seconds, timeline, llm.timeline = time.perf_counter() - start, llm.timeline, None
     after = llm.stats()
     steps = sum(step.end - step.start for step in timeline) or 1.0

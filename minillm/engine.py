@@ -125,10 +125,11 @@ class LLM:
                     outputs[i] = _refused(prompt, str(error))
             with tqdm(total=len(pending), unit="prompt", disable=not show) as bar:
                 while pending:
-                    self.step()
-                    for request_id in [r for r in pending if self.is_done(r)]:
-                        outputs[pending.pop(request_id)] = self._collect(request_id)
-                        bar.update()
+                    ended = {request.id: None for request, delta in self.step() if delta.finish_reason}
+                    for request_id in ended:
+                        if request_id in pending and self.is_done(request_id):
+                            outputs[pending.pop(request_id)] = self._collect(request_id)
+                            bar.update()
         finally:
             for request_id in pending:
                 self.abort(request_id)
@@ -408,12 +409,12 @@ class LLM:
             prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
             if not isinstance(prompt, (list, tuple)):
                 raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}.")
-            tokens = [t if isinstance(t, bool) or not isinstance(t, Integral) else int(t) for t in prompt]
+            tokens = [_token(t) for t in prompt]
         if not tokens:
             raise RequestError("the prompt is empty: there is nothing to continue.")
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.num_ids:
-                raise RequestError(f"the prompt holds {token!r}, but token ids go from 0 to {self.num_ids - 1}.")
+        if min(tokens) < 0 or max(tokens) >= self.num_ids:
+            wrong = next(t for t in tokens if not 0 <= t < self.num_ids)
+            raise RequestError(f"the prompt holds {wrong}, but token ids go from 0 to {self.num_ids - 1}.")
         return tokens
 
     def _start_text(self, request: Request) -> None:
@@ -491,6 +492,15 @@ class LLM:
             "tokens_per_second": totals["output_tokens"] / seconds,
             "gb_per_second": totals["bytes"] / seconds / 1e9,
         }
+
+
+def _token(value: object) -> int:
+    """A token id as a plain int. Raises RequestError where it is none (True, 1.0, "1")."""
+    if type(value) is int:  # nearly always, and checked a thousand times for each prompt
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"the prompt holds {value!r}, but token ids are whole numbers.")
+    return int(value)
 
 
 def _refused(prompt: object, why: str) -> RequestOutput:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import fused, kernels, kv, runner
+from . import fused, gpu_sampler, kernels, kv, runner
 from .config import EngineConfig
 from .model import Transformer
 from .request import Request, Status
@@ -311,7 +311,7 @@ class GpuRunner(runner.Runner):
         """A whole step, to `sampled`."""
         logits, on = self._forward(shape, inputs), inputs.on_device
         columns = (on[name][: shape.rows] for name in ("seeds", "draws", "temperatures", "top_ks", "top_ps", "min_ps"))
-        kernels.sample(logits, kernels.Draws(*columns), self.num_ids, self.sampled[: shape.rows])
+        gpu_sampler.sample(logits, gpu_sampler.Draws(*columns), self.num_ids, self.sampled[: shape.rows])
 
     @torch.inference_mode()
     def _capture(self, shapes: Sequence[Shape]) -> None:

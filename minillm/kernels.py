@@ -1,11 +1,11 @@
 """GPU kernels in Triton, and the functions that launch them. Each has a twin in plain torch, named in its docstring.
 
-Nothing here knows of requests or queues. Without a GPU the same kernels run in Triton's interpreter
-(TRITON_INTERPRET=1), slowly; the tests use that. Loop bounds are run-time values read from memory, so that a kernel in
-a CUDA graph follows lengths that change between replays.
+Nothing here knows of requests or queues; sampling is in `gpu_sampler`. Without a GPU the same kernels run in Triton's
+interpreter (TRITON_INTERPRET=1), slowly; the tests use that. Loop bounds are run-time values read from memory, so that
+a kernel in a CUDA graph follows lengths that change between replays.
 
 `PDL`: programmatic dependent launch (compute capability 9.0). A kernel may start while the one before it still runs;
-it waits in `_wait` before it touches anything that another kernel wrote.
+it waits in `wait_for_last` before it touches anything that another kernel wrote.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ FULL_SCALE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # largest number o
 
 
 @functools.cache
-def _pdl(device: torch.device) -> bool:
+def has_pdl(device: torch.device) -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _launch(x: Tensor) -> dict[str, bool]:
-    return {"PDL": True, "launch_pdl": True} if _pdl(x.device) else {"PDL": False}
+def launch_options(x: Tensor) -> dict[str, bool]:
+    """What every launch of a kernel gets beside its own arguments. x: a tensor on the kernel's device."""
+    return {"PDL": True, "launch_pdl": True} if has_pdl(x.device) else {"PDL": False}
 
 
 @triton.jit
-def _wait(PDL: tl.constexpr):
+def wait_for_last(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def _let_next_start(PDL: tl.constexpr):
+def let_next_start(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
 
@@ -54,8 +55,8 @@ def _let_next_start(PDL: tl.constexpr):
 @triton.jit
 def _embed(tokens, sources, previous, table, out, size, SIZE: tl.constexpr, PDL: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    _wait(PDL)
-    _let_next_start(PDL)
+    wait_for_last(PDL)
+    let_next_start(PDL)
     source = tl.load(sources + row)
     token = tl.load(tokens + row)
     if source >= 0:
@@ -72,7 +73,9 @@ def embed(tokens: Tensor, sources: Tensor, previous: Tensor, table: Tensor) -> T
     """
     size = table.shape[1]
     out = table.new_empty(len(tokens), size)
-    _embed[(len(tokens),)](tokens, sources, previous, table, out, size, triton.next_power_of_2(size), **_launch(table))
+    _embed[(len(tokens),)](
+        tokens, sources, previous, table, out, size, triton.next_power_of_2(size), **launch_options(table)
+    )
     return out
 
 
@@ -88,8 +91,8 @@ def _rms_norm(x, weight, out, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = column < size
     w = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    _wait(PDL)
-    _let_next_start(PDL)
+    wait_for_last(PDL)
+    let_next_start(PDL)
     # exercise 14.1
     values = tl.load(x + row * size + column, inside, 0.0).to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values) / size + eps) * w
@@ -101,7 +104,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Twin: torch.nn.functional.rms_norm. x: [T, size] -> [T, size]."""
     out, size = torch.empty_like(x), x.shape[1]
     warps = 4 if size <= 4096 else 8
-    _rms_norm[(len(x),)](x, weight, out, size, eps, triton.next_power_of_2(size), **_launch(x), num_warps=warps)
+    _rms_norm[(len(x),)](x, weight, out, size, eps, triton.next_power_of_2(size), **launch_options(x), num_warps=warps)
     return out
 
 
@@ -109,8 +112,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _swiglu(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    _wait(PDL)
-    _let_next_start(PDL)
+    wait_for_last(PDL)
+    let_next_start(PDL)
     gate = tl.load(x + row * 2 * size + column, inside, 0.0).to(tl.float32)
     up = tl.load(x + row * 2 * size + size + column, inside, 0.0).to(tl.float32)
     tl.store(out + row * size + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)
@@ -119,7 +122,7 @@ def _swiglu(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 def swiglu(x: Tensor) -> Tensor:
     """Twin: silu(gate) * up with gate, up = x.chunk(2, -1). x: [T, 2 * size] -> [T, size] (arXiv:2002.05202)."""
     out, block = x.new_empty(len(x), x.shape[1] // 2), 1024
-    _swiglu[(len(x), triton.cdiv(out.shape[1], block))](x, out, out.shape[1], block, **_launch(x))
+    _swiglu[(len(x), triton.cdiv(out.shape[1], block))](x, out, out.shape[1], block, **launch_options(x))
     return out
 
 
@@ -137,8 +140,8 @@ def _matvec(
     # the first tile of weights needs nothing of the kernel before: it is on its way while that one ends
     w = tl.load(place, inside, 0.0)
     u = tl.load(other, inside, 0.0) if GATED else w
-    _wait(PDL)
-    _let_next_start(PDL)
+    wait_for_last(PDL)
+    let_next_start(PDL)
     acc, up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, k_size, BLOCK_K):
@@ -200,7 +203,8 @@ def matvec(
     gain, eps = norm if norm is not None else (x, 0.0)
     _matvec[(triton.cdiv(n, block_n),)](
         x, weight, x if bias is None else bias, gain, x if residual is None else residual, out, n, k, eps,
-        norm is not None, gated, bias is not None, residual is not None, block_n, block_k, **_launch(x), num_warps=2,
+        norm is not None, gated, bias is not None, residual is not None, block_n, block_k, **launch_options(x),
+        num_warps=2,
     )  # fmt: skip
     return out
 
@@ -219,8 +223,8 @@ def _rope_store(
     good = (i < DIM // 2) & (head < HEADS + 2 * KV_HEADS)
     is_query, is_key, is_value = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS), head >= HEADS + KV_HEADS
     frequency = tl.load(frequencies + i, i < DIM // 2, 0.0)
-    _wait(PDL)
-    _let_next_start(PDL)
+    wait_for_last(PDL)
+    let_next_start(PDL)
     place = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + i
     first = tl.load(place, good, 0.0).to(tl.float32)
     second = tl.load(place + DIM // 2, good, 0.0).to(tl.float32)
@@ -274,7 +278,7 @@ def rope_store(
     _rope_store[(len(qkv), triton.cdiv(num_heads + 2 * kv_heads, block_h))](
         qkv, positions, slots, frequencies, q_gain, k_gain, cache.keys, cache.values, *scales, len(cache.keys), eps,
         num_heads, kv_heads, dim, triton.next_power_of_2(dim // 2), block_h, gains is not None,
-        FULL_SCALE.get(cache.keys.dtype, 0.0), **_launch(qkv), num_warps=1,
+        FULL_SCALE.get(cache.keys.dtype, 0.0), **launch_options(qkv), num_warps=1,
     )  # fmt: skip
 
 
@@ -315,10 +319,10 @@ def _unpack(words, FP8: tl.constexpr, ASM: tl.constexpr):
             )  # fmt: skip
         else:
             low, high = tl.inline_asm_elementwise(
-                """{ .reg .b32 a, o;
-                mov.b32 o, 0x64806480; xor.b32 a, $2, 0x80808080;
-                and.b32 $0, a, 0x00ff00ff; or.b32 $0, $0, 0x64006400; sub.rn.f16x2 $0, $0, o;
-                shr.u32 a, a, 8; and.b32 a, a, 0x00ff00ff; or.b32 a, a, 0x64006400; sub.rn.f16x2 $1, a, o; }""",
+                """{ .reg .b32 a, h, o;
+                mov.b32 h, 0x64646464; mov.b32 o, 0x64806480; xor.b32 a, $2, 0x80808080;
+                prmt.b32 $0, a, h, 0x4240; sub.rn.f16x2 $0, $0, o;
+                prmt.b32 a, a, h, 0x4341; sub.rn.f16x2 $1, a, o; }""",
                 "=&r,=r,r", [words], (tl.float16, tl.float16), True, 2,
             )  # fmt: skip
     else:
@@ -374,8 +378,8 @@ def _attention(
     token = (tl.load(starts + sequence) + query).to(tl.int64)
     head = g * SHARE + rows % SHARE
     keep = good[:, None] & inner[None, :]
-    _wait(PDL)
-    _let_next_start(PDL)
+    wait_for_last(PDL)
+    let_next_start(PDL)
     place_q = q + token[:, None] * q_stride + head[:, None] * DIM + d[None, :] * STEP
     q0 = tl.load(place_q, keep, 0.0)
     if PACKED:
@@ -460,8 +464,8 @@ def merge_parts(each, lse):
 @triton.jit
 def _combine(parts, parts_lse, out, SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PDL: tl.constexpr):
     row, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
-    _wait(PDL)
-    _let_next_start(PDL)
+    wait_for_last(PDL)
+    let_next_start(PDL)
     lse = tl.load(parts_lse + row * SPLITS + split)
     each = tl.load(parts + (row * SPLITS + split)[:, None] * DIM + d[None, :], (d < DIM)[None, :], 0.0)
     tl.store(out + row * DIM + d, merge_parts(each, lse).to(out.dtype.element_ty), d < DIM)
@@ -533,189 +537,9 @@ def paged_attention(
             qkv, keys, values, *scales, out, parts, lse, sequence, first, tiles.starts, tiles.counts, tiles.lengths,
             tiles.seats, tiles.tables, scale, window or 0, qkv.stride(0), tiles.tables.stride(0), len(cache.keys),
             splits, kv_heads, share, dim, words, page_size, splits > 1, window is not None, block_m, block_n, packed,
-            fp8, not INTERPRETED, precise, **_launch(qkv), num_warps=warps, num_stages=stages, maxnreg=registers,
+            fp8, not INTERPRETED, precise, **launch_options(qkv), num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     if splits > 1:
         _combine[(len(out) * num_heads,)](
-            parts, lse, out, splits, dim, triton.next_power_of_2(dim), **_launch(qkv), num_warps=1
+            parts, lse, out, splits, dim, triton.next_power_of_2(dim), **launch_options(qkv), num_warps=1
         )
-
-
-# ---- sampling
-
-
-@triton.jit
-def _sort_key(x):
-    """An int32 that orders float32 numbers as their values."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _mix(x):
-    """SplitMix64's finaliser, as in `sampler`."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-@triton.jit
-def _gumbel(seed, position, ids):
-    """`sampler.gumbel_noise`. The GPU's fast logarithm is rough near 1, where the largest noise is: a series there."""
-    bits = (_mix(_mix(_mix(seed) + position) + ids.to(tl.int64) * -7046029254386353131) >> 41) & 0x7FFFFF
-    uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    rest = (8388608 - bits).to(tl.float32) * 1.1920928955078125e-07 - 5.960464477539063e-08  # 1 - uniform
-    series = 1.0 + rest * (0.5 + rest * (1 / 3 + rest * (0.25 + rest * (0.2 + rest / 6))))
-    minus_log = tl.where(rest < 0.0625, rest * series, -tl.log(uniform))
-    return -tl.log(minus_log)
-
-
-@triton.jit
-def _total(
-    row, low, high, id_end, temperature, peak, size, floor_key, floor_id, MASS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Count (or probability mass, not normalised) of the row's kept tokens with key in low..high and id below id_end.
-
-    Kept is what earlier filters left: keys above floor_key, and equal keys up to id floor_id.
-    """
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tl.minimum(size, id_end), BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        scaled = tl.load(row + ids, ids < size, float("-inf")) / temperature
-        key = _sort_key(scaled)
-        kept = (key > floor_key) | ((key == floor_key) & (ids <= floor_id))
-        kept = kept & (key >= low) & (key <= high) & (ids < id_end) & (ids < size)
-        if MASS:
-            total += tl.where(kept, tl.exp(scaled - peak), 0.0)
-        else:
-            total += tl.where(kept, 1.0, 0.0)
-    return tl.sum(total)
-
-
-@triton.jit
-def _tighten(row, goal, temperature, peak, size, floor_key, floor_id, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Take kept tokens from the top until `goal` (a count, or a mass) is reached: (key, id) of the last one taken."""
-    low, high = tl.full((), -2147483648, tl.int64), tl.full((), 2147483646, tl.int64)
-    while low < high:  # the smallest key whose larger keys alone do not reach the goal
-        middle = (low + high) >> 1
-        start = (middle + 1).to(tl.int32)
-        if _total(row, start, 2147483647, size, temperature, peak, size, floor_key, floor_id, MASS, BLOCK) < goal:
-            high = middle
-        else:
-            low = middle + 1
-    key = low.to(tl.int32)
-    above = _total(row, key + 1, 2147483647, size, temperature, peak, size, floor_key, floor_id, MASS, BLOCK)
-    first, last = tl.full((), 0, tl.int32), size - 1
-    while first < last:  # among equals the lower id first: the smallest id with which the goal is reached
-        half = (first + last) >> 1
-        if above + _total(row, key, key, half + 1, temperature, peak, size, floor_key, floor_id, MASS, BLOCK) < goal:
-            first = half + 1
-        else:
-            last = half
-    if key == floor_key:
-        first = tl.minimum(first, floor_id)
-    return tl.maximum(key, floor_key), tl.where(key < floor_key, floor_id, first)
-
-
-@triton.jit
-def _filter(
-    logits, temperatures, top_ks, top_ps, min_ps, floor_keys, floor_ids, size, stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """For each row the last token that may be drawn, as (key, id), by bisection: nothing is sorted."""
-    r = tl.program_id(0)
-    _wait(PDL)
-    row = logits + r.to(tl.int64) * stride
-    temperature, top_k = tl.load(temperatures + r), tl.load(top_ks + r)
-    top_p, min_p = tl.load(top_ps + r), tl.load(min_ps + r)
-    floor_key, floor_id = tl.full((), -2147483648, tl.int32), tl.full((), 2147483647, tl.int32)
-    if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-        temperature = tl.minimum(tl.maximum(temperature, 1e-5), 1e30)
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, size, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            best = tl.maximum(best, tl.load(row + ids, ids < size, float("-inf")))
-        peak = tl.max(best) / temperature
-        if (top_k > 0) & (top_k < size):
-            goal = top_k.to(tl.float32)
-            floor_key, floor_id = _tighten(row, goal, temperature, peak, size, floor_key, floor_id, False, BLOCK)
-        if top_p < 1.0:
-            goal = _total(row, -2147483648, 2147483647, size, temperature, peak, size, floor_key, floor_id, True, BLOCK)
-            goal = tl.maximum(goal * top_p, 1e-30)
-            floor_key, floor_id = _tighten(row, goal, temperature, peak, size, floor_key, floor_id, True, BLOCK)
-        if min_p > 0.0:
-            key = _sort_key(peak + tl.log(min_p))
-            floor_id = tl.where(key > floor_key, 2147483647, floor_id)
-            floor_key = tl.maximum(key, floor_key)
-    tl.store(floor_keys + r, floor_key)
-    tl.store(floor_ids + r, floor_id)
-
-
-@triton.jit
-def _draw(
-    logits, temperatures, seeds, positions, floor_keys, floor_ids, best, best_ids, bad, size, stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    r, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    ids = part * BLOCK + tl.arange(0, BLOCK)
-    _wait(PDL)
-    _let_next_start(PDL)
-    x = tl.load(logits + r.to(tl.int64) * stride + ids, ids < size, float("-inf"))
-    tl.store(bad + r * parts + part, tl.max(((x != x) | (x == float("inf"))).to(tl.int32)))
-    temperature = tl.load(temperatures + r)
-    if temperature > 0.0:
-        x = x / tl.minimum(tl.maximum(temperature, 1e-5), 1e30)
-        key, floor = _sort_key(x), tl.load(floor_keys + r)
-        kept = (key > floor) | ((key == floor) & (ids <= tl.load(floor_ids + r)))
-        x = tl.where(kept, x + _gumbel(tl.load(seeds + r), tl.load(positions + r), ids), float("-inf"))
-    value, where = tl.max(x, 0, return_indices=True)
-    tl.store(best + r * parts + part, value)
-    tl.store(best_ids + r * parts + part, part * BLOCK + where)
-
-
-@triton.jit
-def _pick(best, best_ids, bad, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
-    r, i = tl.program_id(0), tl.arange(0, PARTS)
-    _wait(PDL)
-    value, where = tl.max(tl.load(best + r * parts + i, i < parts, float("-inf")), 0, return_indices=True)
-    wrong = tl.max(tl.load(bad + r * parts + i, i < parts, 0)) | (value == float("-inf")).to(tl.int32)
-    token = tl.load(best_ids + r * parts + tl.minimum(where, parts - 1))  # all NaN: the place may be anywhere
-    tl.store(out + r, tl.where(wrong > 0, -1, token).to(tl.int64))
-
-
-@dataclass
-class Draws:
-    """How each row is drawn: [R] each. seeds, positions: int64; top_ks: int32 (0: all); the others float32."""
-
-    seeds: Tensor
-    positions: Tensor
-    temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
-    min_ps: Tensor
-
-
-def sample(logits: Tensor, draws: Draws, num_ids: int, out: Tensor) -> None:
-    """One token id for each row of logits [R, V] float32, into out [R] int64; -1 where they are not finite.
-
-    Nothing waits for the GPU. Temperature, top-k, top-p, min-p and noise as in `sampler.sample`, its twin; ids from
-    num_ids on are never chosen.
-    """
-    count, block = len(logits), 1024
-    parts = triton.cdiv(num_ids, block)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
-
-    floor_keys, floor_ids = empty(count), empty(count)
-    best, best_ids, bad = empty(count, parts, dtype=torch.float32), empty(count, parts), empty(count, parts)
-    pdl = _launch(logits)
-    _filter[(count,)](
-        logits, draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps, floor_keys, floor_ids, num_ids,
-        logits.stride(0), 4096, **pdl, num_warps=16,
-    )  # fmt: skip
-    _draw[(count, parts)](
-        logits, draws.temperatures, draws.seeds, draws.positions, floor_keys, floor_ids, best, best_ids, bad, num_ids,
-        logits.stride(0), block, **pdl,
-    )  # fmt: skip
-    _pick[(count,)](best, best_ids, bad, out, parts, triton.next_power_of_2(parts), **pdl, num_warps=1)

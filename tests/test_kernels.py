@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-from minillm import attention, kernels, kv, sampler  # noqa: E402
+from minillm import attention, gpu_sampler, kernels, kv, sampler  # noqa: E402
 from minillm.metrics import RequestMetrics  # noqa: E402
 from minillm.model import rotate  # noqa: E402
 from minillm.request import Request, SamplingParams  # noqa: E402
@@ -232,12 +232,12 @@ CASES = [
 ]
 
 
-def draws_of(requests: list[Request], seeds: list[int]) -> kernels.Draws:
+def draws_of(requests: list[Request], seeds: list[int]) -> gpu_sampler.Draws:
     def column(values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=DEVICE)
 
     params = [request.params for request in requests]
-    return kernels.Draws(
+    return gpu_sampler.Draws(
         column(seeds, torch.int64), column([len(r.tokens) for r in requests], torch.int64),
         column([p.temperature for p in params], torch.float32), column([p.top_k for p in params], torch.int32),
         column([p.top_p for p in params], torch.float32), column([p.min_p for p in params], torch.float32),
@@ -252,7 +252,7 @@ def test_sample_draws_what_the_sampler_draws(draw, trial) -> None:
     seeds = [100 * trial + 7 * i + 2**62 * (i % 2) for i in range(len(CASES))]
     want = sampler.sample(logits.clone(), requests, seeds, num_ids)
     out = torch.full((len(CASES),), -7, device=DEVICE)
-    kernels.sample(logits, draws_of(requests, seeds), num_ids, out)
+    gpu_sampler.sample(logits, draws_of(requests, seeds), num_ids, out)
     assert out.tolist() == want
 
 
@@ -261,7 +261,7 @@ def test_sample_tells_what_is_not_finite(draw) -> None:
     logits[1, 5], logits[2, 9], logits[3, 8], logits[4, 59] = float("nan"), float("inf"), -float("inf"), float("nan")
     logits[5] = -float("inf")
     out = torch.zeros(len(CASES), dtype=torch.int64, device=DEVICE)
-    kernels.sample(logits, draws_of(requests_for(CASES, 0), list(range(len(CASES)))), 59, out)
+    gpu_sampler.sample(logits, draws_of(requests_for(CASES, 0), list(range(len(CASES)))), 59, out)
     assert [token == -1 for token in out.tolist()] == [False, True, True, False, False, True, False, False]
 
 
@@ -269,7 +269,7 @@ def test_sample_stays_within_its_arrays_where_all_is_nan() -> None:
     """Padding rows may be all NaN. 2,500 ids are three blocks, and a maximum over four has no place that is right."""
     requests = requests_for([{}, {"temperature": 1.0}], 0)
     out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    kernels.sample(torch.full((2, 2500), float("nan"), device=DEVICE), draws_of(requests, [0, 1]), 2500, out)
+    gpu_sampler.sample(torch.full((2, 2500), float("nan"), device=DEVICE), draws_of(requests, [0, 1]), 2500, out)
     assert out.tolist() == [-1, -1]
 
 
@@ -285,5 +285,5 @@ def test_gumbel_noise_has_no_holes_at_its_ends() -> None:
         logits[0, runner_up] = float(noise[part] - noise[runner_up]) - 1e-3
         request = requests_for([{"temperature": 1.0}], 6)[0]
         assert len(request.tokens) == 9
-        kernels.sample(logits, draws_of([request], [5]), 4096, best)
+        gpu_sampler.sample(logits, draws_of([request], [5]), 4096, best)
         assert best.item() == part
