@@ -269,8 +269,9 @@ class GpuRunner(runner.Runner):
         self.results = [torch.empty(self.most, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
         self.turn = 0
         share = config.num_heads // config.num_kv_heads
-        # a sequence whose queries fit one tile of few rows is that tile; others are tiles of LONG_TILE rows
-        self.short_tile = max(16, kernels.triton.next_power_of_2(share))
+        # a sequence whose queries fit one tile of few rows is that tile; others are tiles of LONG_TILE rows. Half of
+        # what the matrix unit takes (16 rows) needs fewer registers; less than that was measured not to be faster
+        self.short_tile = max(8, kernels.triton.next_power_of_2(share))
         self.short, self.per_tile = self.short_tile // share, kernels.LONG_TILE // share
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
         shapes = graph_shapes(self.most, engine.max_num_batched_tokens, self.per_tile)
