@@ -327,7 +327,8 @@ def test_steps_of_every_kind_are_the_same_in_a_graph(options) -> None:
     fast.runner.processors = 40  # so that contexts are read in parts
     replayed, draw = with_graphs(fast), random.Random(3)
     texts = [[draw.randrange(101) for _ in range(n)] for n in (13, 3, 9, 6, 1, 12)]
-    params = [SamplingParams(max_tokens=2 + i % 3, temperature=i % 2, top_k=5, seed=i, ignore_eos=True) for i in range(6)]
+    params = [SamplingParams(max_tokens=2 + i % 3, temperature=i % 2, top_k=5, seed=i, ignore_eos=True)
+              for i in range(6)]  # fmt: skip
     assert tokens_of(fast, texts, params) == tokens_of(plain, texts, params)
     if DEVICE == "cpu":
         assert {shape.decode for shape in replayed} == ({True, False} if "scheduling" not in options else {False, True})
