@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -54,6 +55,28 @@ def peers_table(report: dict) -> str:
     ]
     if (ROOT / PICTURE).exists():
         lines[:0] = [f"![The rows of this table as a picture]({PICTURE})", ""]
+    return "\n".join(lines)
+
+
+def batching_table(report: dict) -> str:
+    """Static and continuous batching, measured in turns of a step."""
+    head = ("batching", "whole runs, s", "tokens/s", "decode steps", "ms each", "steps with prompts, s",
+            "dead tokens computed")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in report["rows"]:
+        speed = report["output_tokens"] / statistics.median(row["runs"])
+        cells = (f"{row['scheduling']}, {report['seats']} seats", ", ".join(f"{run:.1f}" for run in row["runs"]),
+                 f"{speed:.1f}", f"{row['decode_steps']:,}", f"{row['decode_ms']:.1f}", f"{row['prefill_seconds']:.1f}",
+                 f"{row['padding_tokens']:,}")  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    same = "yes" if report["same_tokens"] else "NO"
+    lines += [
+        "",
+        f"**{report['ratio']:.2f} times** the tokens/s (medians of whole runs); the same tokens: {same}. "
+        f"{report['machine']['name']}; {versions}; code {report['commit']}. Made by `{report['command']}`, stored in "
+        "`benchmarks/results/batching.json`.",
+    ]
     return "\n".join(lines)
 
 
@@ -160,6 +183,7 @@ def _gpu_note(report: dict) -> str:
 PARTS = {
     "demo": ("demo_cpu.json", demo_table),
     "peers": ("cpu.json", peers_table),
+    "batching": ("batching.json", batching_table),
     "gpu": ("gpu.json", gpu_summary),
     "gpu rows": ("gpu.json", gpu_table),
 }

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine import LLM, Prompt
+from .engine import LLM, Prompt, check_timeout
 from .errors import MinillmError, RequestError
 from .request import Delta, SamplingParams
 
@@ -74,6 +74,7 @@ class AsyncLLM:
         timeout: seconds, the time spent waiting for a seat included; the last delta then says "timeout".
         RequestError: bad input, or the request failed. Other errors of a step are raised as they are.
         """
+        check_timeout(timeout)
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
@@ -83,7 +84,8 @@ class AsyncLLM:
             yield Delta("", [], "timeout")
             return
         try:
-            name = next(self._names) if request_id is None else request_id
+            names = (name for name in self._names if name not in self._callers)  # a user may have chosen one of them
+            name = next(names) if request_id is None else request_id
             caller = _Caller(loop, asyncio.Event())
             left = None if timeout is None else max(1e-9, timeout - (loop.time() - begun))
             self._send(lambda: self._add(name, caller, prompt, params or SamplingParams(), priority, left))
@@ -112,7 +114,8 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
 
         def tell() -> None:
-            loop.call_soon_threadsafe(answer.set_result, self.llm.stats())
+            with contextlib.suppress(RuntimeError):  # as in `_Caller.tell`
+                loop.call_soon_threadsafe(answer.set_result, self.llm.stats())
 
         self._send(tell)
         while not answer.done():

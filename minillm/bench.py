@@ -108,30 +108,35 @@ def run(
     live: dict[str, list[Request]] = {}
     done: list[Request] = []
     refused, start = 0, time.perf_counter()
-    with tqdm(total=len(items), unit="request", disable=not progress) as bar:
-        while todo or live:
-            now = time.perf_counter() - start
-            while todo and (len(live) < concurrency if concurrency else todo[-1].arrival <= now):
-                item = todo.pop()
-                one = SamplingParams(**shared | {"max_tokens": item.max_tokens, "min_tokens": 0})
-                try:
-                    # it counts from when it should have come, also if a step was under way
-                    arrival = None if concurrency else start + item.arrival
-                    name = llm.add_request(item.prompt, one, None, item.priority, item.timeout, arrival)
-                except RequestError:
-                    refused += 1
-                    bar.update()
+    try:
+        with tqdm(total=len(items), unit="request", disable=not progress) as bar:
+            while todo or live:
+                now = time.perf_counter() - start
+                while todo and (len(live) < concurrency if concurrency else todo[-1].arrival <= now):
+                    item = todo.pop()
+                    one = SamplingParams(**shared | {"max_tokens": item.max_tokens, "min_tokens": 0})
+                    try:
+                        # it counts from when it should have come, also if a step was under way
+                        arrival = None if concurrency else start + item.arrival
+                        name = llm.add_request(item.prompt, one, None, item.priority, item.timeout, arrival)
+                    except RequestError:
+                        refused += 1
+                        bar.update()
+                        continue
+                    live[name] = llm.requests[name]
+                if not live:
+                    time.sleep(max(0.0, todo[-1].arrival - now) if todo else 0.0)
                     continue
-                live[name] = llm.requests[name]
-            if not live:
-                time.sleep(max(0.0, todo[-1].arrival - now) if todo else 0.0)
-                continue
-            for name in {request.id: None for request, delta in llm.step() if delta.finish_reason}:
-                if name in live and llm.is_done(name):
-                    done += live.pop(name)
-                    llm.abort(name)
-                    bar.update()
-    seconds, timeline, llm.timeline = time.perf_counter() - start, llm.timeline, None
+                for name in {request.id: None for request, delta in llm.step() if delta.finish_reason}:
+                    if name in live and llm.is_done(name):
+                        done += live.pop(name)
+                        llm.abort(name)
+                        bar.update()
+        seconds = time.perf_counter() - start
+    finally:
+        for name in live:
+            llm.abort(name)
+        timeline, llm.timeline = llm.timeline, None
     after = llm.stats()
     steps = sum(step.end - step.start for step in timeline) or 1.0
     usage = [step.blocks_used / len(llm.pool.blocks) for step in timeline]

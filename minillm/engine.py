@@ -189,9 +189,7 @@ class LLM:
             raise RequestError(f"a request with the id {request_id!r} is running already.")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise RequestError(f"priority must be a whole number, got {priority!r}.")
-        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if timeout is not None and (not number or not timeout > 0):
-            raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
+        check_timeout(timeout)
         tokens = self._encode(prompt)
         arrival = time.perf_counter() if arrival is None else arrival
         eos = () if params.ignore_eos else self.eos_ids
@@ -246,9 +244,9 @@ class LLM:
         news = [self._tell(r, self._end(r, "timeout")) for r in self.scheduler.overdue(start)]
         flight, self._flight = self._flight, None
         if flight is None:
+            hold = self.scheduler.hold()  # before the plan is made: later it may be over
             plan = self.scheduler.plan()
             if not plan.chunks:
-                hold = self.scheduler.hold()
                 if self.scheduler.waiting and not hold and self.scheduler.may_admit():
                     raise RuntimeError(
                         "no request can be scheduled, although some wait: this is a bug in the scheduler"
@@ -360,7 +358,7 @@ class LLM:
         if token in request.stop_ids:
             return self._end(request, "stop", [token])
         new, hit = request.detokenizer.push(token) if request.detokenizer else "", False
-        if request.stop_strings and count >= params.min_tokens:
+        if request.stop_strings and count > params.min_tokens:
             new, hit = request.stop_strings.push(new)
         request.text += new
         if hit:
@@ -375,7 +373,7 @@ class LLM:
     def _end(self, request: Request, reason: str, tokens: Sequence[int] = ()) -> Delta:
         """Finish a request; the delta holds the text that was held back until now."""
         rest = request.detokenizer.flush() if request.detokenizer else ""
-        if request.stop_strings:
+        if request.stop_strings and request.num_output > request.params.min_tokens:
             rest, hit = request.stop_strings.push(rest)
             reason = "stop" if hit else reason
             rest += "" if hit else request.stop_strings.flush()
@@ -492,6 +490,13 @@ class LLM:
             "tokens_per_second": totals["output_tokens"] / seconds,
             "gb_per_second": totals["bytes"] / seconds / 1e9,
         }
+
+
+def check_timeout(timeout: object) -> None:
+    """RequestError if it is neither None nor a positive number of seconds."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):  # type: ignore[operator]
+        raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
 
 
 def _token(value: object) -> int:

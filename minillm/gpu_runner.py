@@ -172,7 +172,7 @@ class Tables:
             self.free.append(self.seats.pop(request))
         places: list[int] = []
         numbers: list[int] = []
-        seats = []
+        seats, changed = [], []
         for request in requests:
             if request not in self.seats:
                 self._sit(request)
@@ -183,11 +183,13 @@ class Tables:
                 new = [i for i, number in enumerate(table) if i >= len(known) or known[i] != number]
                 places += [base + i for i in new]
                 numbers += [table[i] for i in new]
-                self.known[seat] = list(table)
+                changed.append((seat, list(table)))
         if places:
             self.pages.reshape(-1)[places] = numbers
             pairs = upload(np.array([places, numbers]), self.data.device)
             self.data.view(-1).index_copy_(0, pairs[0], pairs[1].int())
+        for seat, table in changed:  # only now: an error before this must not leave an old table behind
+            self.known[seat] = table
         return np.array(seats, np.int32)
 
     def _sit(self, request: Request) -> None:

@@ -243,7 +243,8 @@ def _rope_store(
     row = slot * KV_HEADS + kv_head
     if FULL > 0:
         largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1, keep_dims=True)
-        scale = tl.maximum(largest, 1e-20) / FULL
+        # a maximum forgets NaN: 0 times it does not, and the step's logits tell
+        scale = tl.maximum(largest, 1e-20) / FULL + tl.sum(first * 0.0 + second * 0.0, 1, keep_dims=True)
         tl.store(key_scales + kv_head * num_slots + slot, scale, is_key)
         tl.store(value_scales + kv_head * num_slots + slot, scale, is_value & (head < HEADS + 2 * KV_HEADS))
         first, second = first / scale, second / scale
@@ -361,6 +362,7 @@ def _attention(
     WIDTH: tl.constexpr = 2 if PACKED else 1
     HALVES: tl.constexpr = PACKED and BLOCK_M < 64
     STEP: tl.constexpr = 2 if HALVES else 1
+    LIFT: tl.constexpr = 1024.0  # small weights times small scales are too small for float16 otherwise
     COLUMNS: tl.constexpr = WORDS * WIDTH // STEP
     WHOLE: tl.constexpr = WORDS * WIDTH == DIM
     # neighbours are the KV heads of one sequence: what they read lies side by side
@@ -423,15 +425,15 @@ def _attention(
             seen = seen & (key[None, :] > position[:, None] - window)
         m, l, weights, shrink = online_softmax(m, l, tl.where(seen, scores, float("-inf")))
         if PACKED:
-            weights = (weights * tl.load(value_scales + place_scale)[None, :]).to(tl.float16)
+            weights = (weights * (tl.load(value_scales + place_scale) * LIFT)[None, :]).to(tl.float16)
         if HALVES:
             acc0 = tl.dot(weights, v0, acc0 * shrink[:, None])
             acc1 = tl.dot(weights, v1, acc1 * shrink[:, None])
         else:
             acc0 = tl.dot(weights.to(v.dtype), v, acc0 * shrink[:, None], input_precision=PRECISION)
     total = tl.where(l == 0.0, 1.0, l)[:, None]
-    if FP8:
-        total *= 0.00390625  # the factor that _unpack left out
+    if PACKED:
+        total *= LIFT * 0.00390625 if FP8 else LIFT  # 2**-8 is what _unpack left out
     row_out = token * (KV_HEADS * SHARE) + head
     if not SPLIT:
         place_out = out + row_out[:, None] * DIM + d[None, :] * STEP
@@ -507,7 +509,7 @@ def paged_attention(
     """Causal attention of the sequences in `tiles`, read through their block tables. Twin: `attention.paged_query`.
 
     qkv: [T, >= num_heads * D], the queries first in each row; out: [T, num_heads * D]. Rows of `out` that belong to no
-    tile are left as they are; a sequence with no query or no context writes nothing or zeros.
+    tile are left as they are (with splits: anything); a sequence with no query or no context writes nothing or zeros.
     With splits, each part leaves its own output and log-sum-exp, and `_combine` weighs them (Flash-Decoding, 2023).
     """
     _, kv_heads, dim = cache.keys.shape

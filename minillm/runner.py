@@ -169,7 +169,7 @@ def block_bytes(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -
 def default_num_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, model: Transformer) -> int:
     """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use.
 
-    On a GPU a step of the largest size is run first, to see what its activations take.
+    On a GPU one prompt as long as a step allows is run first, to see what its activations take.
     """
     weight = model.embed.weight
     each = block_bytes(config, engine, weight.dtype)

@@ -220,6 +220,28 @@ def test_timeout_while_running_and_while_waiting_for_a_seat() -> None:
     asyncio.run(main())
 
 
+def test_stats_for_a_loop_that_is_closed_harm_nobody() -> None:
+    engine = AsyncLLM(tiny_llm(ENDLESS))
+    engine._send(lambda: time.sleep(0.3))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(engine.stats(), 0.05))
+    time.sleep(0.5)
+    assert engine.dead is None
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "5", True])
+def test_a_timeout_that_is_none_is_refused(timeout) -> None:
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm(ENDLESS)) as engine:
+            with pytest.raises(RequestError, match="timeout must be"):
+                await collect(engine.generate([1], params(), timeout=timeout))
+            assert await collect(engine.generate([1], params(), request_id="async-1"))
+            assert (await collect(engine.generate([1], params())))[1] == "length"
+
+    asyncio.run(main())
+
+
 def test_max_pending_holds_callers_back() -> None:
     async def main() -> None:
         async with AsyncLLM(tiny_llm(ENDLESS, num_kv_blocks=300), max_pending=2) as engine:

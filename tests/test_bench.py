@@ -26,6 +26,16 @@ def test_workload() -> None:
     assert items == bench.workload(400, (3, 9), (2, 5), 96, request_rate=10.0, prefix_len=7, seed=1)
 
 
+def test_a_run_that_breaks_off_leaves_nothing_behind(monkeypatch) -> None:
+    llm = tiny_llm(ENDLESS, num_kv_blocks=64, max_num_seqs=4)
+    items, step = bench.workload(6, (3, 20), (5, 9), 96), llm.step
+    left = iter(range(3))
+    monkeypatch.setattr(llm, "step", lambda: step() if next(left, None) is not None else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.run(llm, items)
+    assert not llm.requests and llm.timeline is None and llm.pool.num_free == len(llm.pool.blocks)
+
+
 @pytest.mark.parametrize("load", ["offline", "open", "closed"])
 @pytest.mark.parametrize("scheduling", ["static", "dynamic", "continuous"])
 def test_run(load, scheduling) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import TINY, greedy_reference, run, tiny_llm, tiny_model, tokens_of
 
+from minillm import scheduler
 from minillm.engine import LLM
 from minillm.request import SamplingParams
 
@@ -162,6 +164,15 @@ def test_swapped_blocks_come_back_byte_for_byte_and_nothing_is_recomputed() -> N
                 swapped += 1
                 assert torch.equal(kept(request, llm.runner.host, request.swap_table), before[request.id])
     assert swapped and llm.stats()["computed_tokens"] == 3 * (9 + 11)
+
+
+def test_a_static_batch_whose_wait_ends_within_a_step_is_no_error(monkeypatch) -> None:
+    llm = tiny_llm(scheduling="static", max_num_seqs=2, batch_delay=1.0, num_kv_blocks=32)
+    llm.add_request([1], SamplingParams(max_tokens=1), arrival=0.0)
+    ticks = itertools.chain([0.998, 0.999], itertools.repeat(1.001))
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert llm.step() == []
+    assert [delta.finish_reason for _, delta in llm.step()] in (["stop"], ["length"])
 
 
 def test_a_static_batch_waits_to_be_full_and_a_dynamic_one_does_not() -> None:

@@ -208,6 +208,21 @@ def test_an_error_in_flight_leaves_the_engine_usable() -> None:
     assert fast.requests[name][0].output == tokens_of(plain, [[1, 2, 3]], params)[0]
 
 
+def test_an_error_while_a_table_is_sent_leaves_no_old_table(monkeypatch) -> None:
+    """The request comes back to the same seat with the same table, which the device has not got yet."""
+    plain, fast = engines(tiny_config(num_layers=1))
+    text, params = list(range(1, 12)), SamplingParams(max_tokens=6, **GREEDY)
+    name = fast.add_request(text, params)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_runner, "upload", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fast.step()
+    while not fast.is_done(name):
+        fast.step()
+        fast.scheduler.check()
+    assert fast.requests[name][0].output == tokens_of(plain, [text], params)[0]
+
+
 def test_not_finite_logits_end_one_request() -> None:
     config = tiny_config(num_layers=1)
     _, fast = engines(config)
@@ -382,6 +397,17 @@ def test_eight_bit_cache_is_close_and_survives_copies(kind) -> None:
     assert tokens_of(tight, texts, params) == want
     assert tight.scheduler.num_swaps > 0
     assert roomy.cache.bytes_per_token < 0.5 * 4 * 2 * 2 * 2 * 16  # float32 takes four times the bytes, less scales
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8", "fp8"])
+def test_a_nan_anywhere_in_a_prompt_is_noticed(kind) -> None:
+    """Also where the cache has no number for NaN: then its scale is NaN."""
+    fast = only_fast(tiny_config(num_layers=1), kv_cache_dtype=kind)
+    with torch.no_grad():
+        fast.model.embed.weight.data[50] = float("nan")
+    with pytest.raises(RequestError, match="not finite"):
+        fast.generate([50, 1, 2], SamplingParams(max_tokens=4, **GREEDY))
+    assert len(fast.generate([3, 1, 2], SamplingParams(max_tokens=4, **GREEDY))[0].outputs[0].token_ids) == 4
 
 
 def only_fast(config, **options) -> LLM:

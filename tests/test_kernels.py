@@ -194,6 +194,24 @@ def test_eight_bit_cache(draw, kind, heads, kv_heads, dim, page, window) -> None
         assert_close(out.cpu(), want.flatten(1), 5e-3)
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("block_m", [8, kernels.LONG_TILE])
+def test_a_long_tail_of_small_weights_counts(kind, block_m) -> None:
+    """One key takes nearly all of the weight, and its value is 0; left are many small weights of small values."""
+    dim, length, page = 16, 1024, 16
+    keys, values = torch.zeros(length, 1, dim, device=DEVICE), torch.full((length, 1, dim), 0.1, device=DEVICE)
+    keys[0], values[0] = 2.5, 0.0
+    full = kernels.FULL_SCALE[kind]
+    scales = [torch.full((1, length), top / full, device=DEVICE) for top in (2.5, 0.1)]
+    packed = [(x / s[0, 0]).round().to(kind) for x, s in zip((keys, values), scales, strict=True)]
+    cache = kv.LayerCache(packed[0], packed[1], scales[0], scales[1])
+    q, out = torch.ones(1, 3 * dim, device=DEVICE), torch.empty(1, dim, device=DEVICE)
+    tiles = tiles_of([1], [length], [list(range(length // page))], 1, block_m, 1)
+    kernels.paged_attention(q, cache, tiles, out, page, 1, 0.25, None)
+    tail = (length - 1) / (length - 1 + torch.tensor(2.5 * dim * 0.25).exp().item())
+    assert_close(out, torch.full_like(out, 0.1 * tail), 0.02)
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(6, 2, 16), (9, 1, 20), (1, 1, 2)])
 def test_rope_store(draw, normed, heads, kv_heads, dim) -> None:

@@ -1085,16 +1085,21 @@ class Pieces:
         return self.pieces[token] if token < len(self.pieces) else b""
 
 
-def spoken(pieces: Sequence[bytes], stops: Sequence[str], least: int) -> tuple[list[str], str, bool]:
-    """The slow reference, by characters: (what may be shown after each token, the text, whether it stopped)."""
+def spoken(pieces: Sequence[bytes], stops: Sequence[str], least: int, ends: bool) -> tuple[list[str], str, bool]:
+    """The slow reference, by characters: (what may be shown after each token, the text, whether it stopped).
+
+    Stop strings are looked for in what comes after the first `least` tokens. ends: an end token follows.
+    """
     shown, told, searched = [], "", ""
     for count in range(1, len(pieces) + 1):
         before, now = (b"".join(pieces[:end]).decode(errors="ignore") for end in (count - 1, count))
+        whole = len(now)
         if count == len(pieces):
             now = b"".join(pieces).decode(errors="replace")  # the end: half a character becomes one U+FFFD
-        for char in now[len(before) :]:
+        for place in range(len(before), len(now)):
+            char = now[place]
             told += char
-            if count >= least:
+            if count + (ends and place >= whole) > least:  # half a character shows at the end only
                 searched += char
                 if ended := [stop for stop in stops if searched.endswith(stop)]:
                     told = told[: -max(map(len, ended))]
@@ -1125,7 +1130,7 @@ def test_text_by_hand(seed: int) -> None:
         least, ends = random.choice((0, 0, 2, len(pieces))), bool(i % 2)
         params = greedy(len(pieces) + ends, stop_token_ids=[last], stop=stops, min_tokens=least, n=1 + i // 4)
         client.add(str(i), [1], params)
-        expected[str(i)] = (*spoken(pieces, stops, least), ends)
+        expected[str(i)] = (*spoken(pieces, stops, least, ends), ends)
     for request in client.drain().requests():
         shown, told, stopped, ends = expected[request.id]
         texts = client.texts[request.id, request.index]

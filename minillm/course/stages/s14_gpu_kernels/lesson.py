@@ -365,7 +365,7 @@ for title, run in (("one query head at a time", apart), ("heads that share are o
 
 # %% [markdown]
 # The heads of a group become rows of one tile (`fold_heads` of stage 03, inside a kernel), padded to the 16 rows that a matrix unit wants. That some are empty does not matter: the kernel waits for
-# bytes, not for arithmetic.
+# bytes, not for arithmetic. (The engine asks for 8: with an 8-bit cache, which has to be unpacked, fewer registers are faster.)
 #
 # ## Rung 4: more programs than one
 #
@@ -441,7 +441,7 @@ for name in SHAPES:
 #
 # ## Rungs 6 and 7: the last microsecond, and fewer bytes
 #
-# **Programmatic dependent launch** (PDL, NVIDIA GPUs from Hopper on) lets a kernel start while the one before it drains. It fetches weights, which nobody writes, and waits only before it touches what the other one makes: the `_wait` in each of our kernels.
+# **Programmatic dependent launch** (PDL, NVIDIA GPUs from Hopper on) lets a kernel start while the one before it drains. It fetches weights, which nobody writes, and waits only before it touches what the other one makes: the `wait_for_last` in each of our kernels.
 #
 # **An 8-bit KV cache** changes no launch. It halves the bytes of keys and values.
 
