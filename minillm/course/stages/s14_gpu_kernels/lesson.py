@@ -173,7 +173,7 @@ for key, name in (("14.small", SMALL), ("14.large", LARGE)):
     compare(key, step[name, "no graphs"] / step[name, ""], "times")
 
 # %% [markdown]
-# Same machine, same trick, two very different results. A launch costs the same for both models (tens of microseconds; most of that is Python). What differs is what it is
+# Same machine, same trick, two very different results. A launch costs about the same for both models (tens of microseconds; most of that is Python, and varies with what else the CPU does). What differs is what it is
 # compared with: the large model's kernels each read tens of megabytes, so they last longer. **Ask what is waiting for what, before you optimise.** A token takes about
 #
 # *max( kernels × launch, kernels × (start + end) + bytes / bandwidth )*
