@@ -126,6 +126,14 @@ def test_infinite_loop_is_stopped(toy, monkeypatch):
     assert time.perf_counter() - start < 30  # it ended at all; not a speed test
 
 
+def test_a_slow_machine_gets_time_to_name_the_mistake(toy):
+    def slow(n, size):
+        time.sleep(1.05)  # more than the second that a call has at least
+        return n // size
+
+    assert learn.check("90.1", slow).mistake == "floor"
+
+
 def test_a_bare_except_does_not_keep_the_loop_alive():
     tries = [0]
     with pytest.raises(checker.Timeout), checker.time_limit(0.1):

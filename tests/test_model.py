@@ -10,7 +10,7 @@ from tiny import full_logits
 
 from minillm.config import ModelConfig, RopeScaling
 from minillm.engine import LLM
-from minillm.model import Transformer, rope_frequencies
+from minillm.model import Linear, Transformer, rope_frequencies
 from minillm.request import SamplingParams
 from minillm.weights import open_checkpoint
 
@@ -117,3 +117,21 @@ def test_unknown_rope_type_is_named(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**COMMON, **config}))
     with pytest.raises(ModelError, match="yarn"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("inner, outer", [(5, 1), (64, 33), (576, 100)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_products(inner: int, outer: int, bias: bool) -> None:
+    """`Linear.pack` changes digits only, and no row's digits depend on the other rows."""
+    g = torch.Generator().manual_seed(0)
+    linear = Linear(inner, outer, bias)
+    linear.weight.data.normal_(generator=g)
+    if linear.bias is not None:
+        linear.bias.data.normal_(generator=g)
+    x = torch.randn(2 * inner, 40, generator=g).t()[:, ::2]  # not contiguous
+    want = linear(x)
+    linear.pack()
+    assert linear.packed is not None
+    got = linear(x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(linear(x[:rows]), got[:rows]) for rows in range(1, 40))

@@ -14,6 +14,7 @@ import random
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,7 @@ class Tester:
 
     def __init__(self, answer: Any, name: str, limit: float, trace: bool = False) -> None:
         self.name, self.limit, self.trace = name, limit, trace
+        self.slowest = 0.0  # seconds of the longest call that ended
         self.failure: Failure | None = None
         self.outcomes: list[tuple[str, Any]] = []
         self.answer, self._files = answer, _files_of(answer)
@@ -406,8 +408,10 @@ class Tester:
         keep = [frozen(a) for i, a in enumerate(args) if i not in writes]
         watch = largest_tensor() if max_elements is not None else contextlib.nullcontext([0])
         try:
+            start = time.perf_counter()
             with watch as peak, time_limit(self.limit):
                 got = fn(*args, **kwargs)
+            self.slowest = max(self.slowest, time.perf_counter() - start)
         except NotImplementedError as error:
             raise _Todo from error
         except Timeout:
@@ -537,26 +541,28 @@ def _run(ex: Exercise, answer: Any, limit: float, trace: bool) -> Tester:
     return t
 
 
-def _outcomes(ex: Exercise, answer: Any) -> list[tuple[str, Any]]:
-    """What the answer does in every case, failures included."""
+def _outcomes(ex: Exercise, answer: Any, limit: float) -> list[tuple[str, Any]]:
+    """What the answer does in every case, failures included. limit: seconds for each call."""
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            return _run(ex, answer, min(1.0, LIMIT_S), trace=True).outcomes
+            return _run(ex, answer, limit, trace=True).outcomes
         except _Todo:
             return []
 
 
-def diagnose(ex: Exercise, answer: Any, case: int) -> Any:
+def diagnose(ex: Exercise, answer: Any, case: int, slowest: float) -> Any:
     """The mutant that does the same as the answer up to the failing case and in most others; None if there is none.
 
     It must also agree in at least half of the cases where the answer is wrong: one case may be a coincidence.
+    slowest: seconds that the answer needed for a call; a machine that is slow or busy gets more time.
     """
-    mine = _outcomes(ex, answer)
+    limit = min(LIMIT_S, max(1.0, 4.0 * slowest))
+    mine = _outcomes(ex, answer, limit)
     wrong = [i for i, outcome in enumerate(mine) if outcome[0] != "ok"]
     best, most = None, 0
     for mutant in ex.mutants:
         if mutant.name not in ex.outcomes:
-            ex.outcomes[mutant.name] = _outcomes(ex, mutant.obj)
+            ex.outcomes[mutant.name] = _outcomes(ex, mutant.obj, limit)
         theirs = ex.outcomes[mutant.name]
         same = [a[0] == b[0] and difference(a[1], b[1]) is None for a, b in zip(mine, theirs, strict=False)]
         if (
@@ -595,7 +601,7 @@ def run_check(ex: Exercise, answer: Any) -> CheckResult:
             raise ValueError(f"The check of exercise {ex.id} looked at nothing.")
         return CheckResult(ex.id, "PASS", f"PASS {head} ({t.cases} case{'s' * (t.cases > 1)})", cases=t.cases)
     fail = t.failure
-    mutant = diagnose(ex, answer, fail.case)
+    mutant = diagnose(ex, answer, fail.case, t.slowest)
     lines = list(fail.lines)
     if fail.note:
         lines.insert(1, ("case", fail.note))
