@@ -1,12 +1,15 @@
-"""Continuous batching against static batching, 8 seats each, on workload b of cpu.py: the two take turns step by step.
+"""Continuous batching against static batching on workload b of cpu.py, at equal seats and at equal KV memory.
 
     python benchmarks/batching.py --json benchmarks/results/batching.json
     python benchmarks/report.py
 
-About 15 minutes on two cores. A run of either takes one to two minutes, and a shared machine changes its speed within
-that time, so two runs one after the other cannot be compared to a tenth. Here each step is given to the engine that had
-less time until now: both get the same minutes of the machine. An engine that is done begins again. Both use the same
-model in memory; the result counts whole runs only.
+About 20 minutes on two cores. A run takes one to two minutes, and a shared machine changes its speed within that time,
+so runs one after the other cannot be compared to a tenth. Here each step is given to the engine that had least time
+until now: all get the same minutes of the machine. An engine that is done begins again. They use the same model in
+memory; the result counts whole runs only.
+
+A static batch needs memory for its longest prompt and output in each of its 8 seats. That memory is what all three get:
+static batching with 8 seats, continuous batching with 8, and continuous batching with as many as fit.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 
 from minillm import LLM, SamplingParams, kv, roofline
 
-SEATS = 8
+SEATS, MANY = 8, 32
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Engine:
     """One way to batch: its whole runs in seconds, and what its steps were like."""
 
     scheduling: str
+    seats: int
     runs: list[float] = field(default_factory=list)
     decode_steps: int = 0  # of one run
     decode_ms: float = 0.0  # mean of a decode step
@@ -43,11 +47,14 @@ class Engine:
 class Turns:
     """An engine that serves the requests again and again, one step at a time."""
 
-    def __init__(self, model: peers.Minillm, requests: list[tuple[list[int], int]], scheduling: str) -> None:
-        blocks = sum(kv.blocks_needed(len(prompt) + count, 16) for prompt, count in requests)
-        self.requests, self.row, self.spent = requests, Engine(scheduling), 0.0
+    def __init__(
+        self, model: peers.Minillm, requests: list[tuple[list[int], int]], scheduling: str, seats: int
+    ) -> None:
+        longest = max(len(prompt) for prompt, _ in requests) + max(count for _, count in requests)
+        self.requests, self.row, self.spent = requests, Engine(scheduling, seats), 0.0
         self.llm = LLM.from_parts(
-            model.config, model.model, None, num_kv_blocks=blocks, max_num_seqs=SEATS, scheduling=scheduling,
+            model.config, model.model, None, num_kv_blocks=SEATS * kv.blocks_needed(longest, 16), max_num_seqs=seats,
+            scheduling=scheduling,
             enable_prefix_caching=False,
         )  # fmt: skip
         self.tokens: list[list[int]] = []
@@ -81,32 +88,34 @@ class Turns:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=3, help="whole runs of the static engine")
+    parser.add_argument("--runs", type=int, default=3, help="whole runs of each")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script; the numbers mean nothing")
     parser.add_argument("--json", metavar="FILE", help="store the result")
     args = parser.parse_args()
     started = time.perf_counter()
     requests = cpu.workloads(24 if args.tiny else 512, args.tiny)["b"].requests
     model = peers.Minillm(torch.get_num_threads())
-    static, continuous = (Turns(model, requests, name) for name in ("static", "continuous"))
-    while len(static.row.runs) < args.runs:
-        min(static, continuous, key=lambda one: one.spent).step()
-    for one in (static, continuous):
-        print(one.row, file=sys.stderr)
-    ratio = statistics.median(static.row.runs) / statistics.median(continuous.row.runs)
-    same = static.tokens == continuous.tokens
-    print(f"continuous batching: {ratio:.2f} times the tokens/s of static; the same tokens: {same}")
+    static = Turns(model, requests, "static", SEATS)
+    others = [Turns(model, requests, "continuous", seats) for seats in (SEATS, MANY)]
+    while any(len(one.row.runs) < args.runs for one in (static, *others)):
+        min((static, *others), key=lambda one: one.spent).step()
+    ratios = {}
+    for one in others:
+        ratios[f"{one.row.seats} seats"] = statistics.median(static.row.runs) / statistics.median(one.row.runs)
+    for row in (static.row, *(one.row for one in others)):
+        print(row, file=sys.stderr)
+    same = all(one.tokens == static.tokens for one in others)
+    print(f"continuous batching to static, tokens/s: {ratios}; the same tokens: {same}")
     result = {
         "command": " ".join(["python benchmarks/batching.py", *sys.argv[1:]]),
         "commit": cpu.commit(),
         "versions": {**model.versions, "torch": torch.__version__},
         "machine": asdict(roofline.measure_machine()),
         "seconds": time.perf_counter() - started,
-        "seats": SEATS,
         "output_tokens": sum(count for _, count in requests),
-        "ratio": ratio,
+        "ratios": ratios,  # to static
         "same_tokens": same,
-        "rows": [asdict(static.row), asdict(continuous.row)],
+        "rows": [asdict(row) for row in (static.row, *(one.row for one in others))],
     }
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

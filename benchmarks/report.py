@@ -65,15 +65,16 @@ def batching_table(report: dict) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in report["rows"]:
         speed = report["output_tokens"] / statistics.median(row["runs"])
-        cells = (f"{row['scheduling']}, {report['seats']} seats", ", ".join(f"{run:.1f}" for run in row["runs"]),
+        cells = (f"{row['scheduling']}, {row['seats']} seats", ", ".join(f"{run:.1f}" for run in row["runs"]),
                  f"{speed:.1f}", f"{row['decode_steps']:,}", f"{row['decode_ms']:.1f}", f"{row['prefill_seconds']:.1f}",
                  f"{row['padding_tokens']:,}")  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     same = "yes" if report["same_tokens"] else "NO"
+    ratios = ", ".join(f"**{ratio:.2f}** with {seats}" for seats, ratio in report["ratios"].items())
     lines += [
         "",
-        f"**{report['ratio']:.2f} times** the tokens/s (medians of whole runs); the same tokens: {same}. "
+        f"Continuous to static, tokens/s: {ratios} (medians of whole runs). The same tokens: {same}. "
         f"{report['machine']['name']}; {versions}; code {report['commit']}. Made by `{report['command']}`, stored in "
         "`benchmarks/results/batching.json`.",
     ]
