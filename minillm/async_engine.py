@@ -54,7 +54,7 @@ class AsyncLLM:
         self.dead: BaseException | None = None
         self._names = (f"async-{k}" for k in itertools.count())
         self._seats = asyncio.Semaphore(max_pending)
-        self._callers: dict[str, _Caller] = {}  # the engine's thread only
+        self._callers: dict[str, _Caller] = {}  # changed by the engine's thread only
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="minillm", daemon=True)
         self._thread.start()
