@@ -28,6 +28,7 @@ from .scheduler import Chunk, Plan, Scheduler
 
 Prompt = str | Sequence[int]
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+SCORED_AT_ONCE = 64  # positions of a prompt
 
 
 class LLM:
@@ -288,24 +289,26 @@ class LLM:
             self._listeners[request.id].append(delta)
         return request, delta
 
-    def _advance(self, plan: Plan, logits: Tensor) -> list[tuple[Request, Delta]]:
-        """Book a step that gave logits; sample a token for each request whose tokens are all computed."""
+    def _advance(self, plan: Plan, hidden: Tensor) -> list[tuple[Request, Delta]]:
+        """Book a step that gave hidden states; sample a token for each request whose tokens are all computed."""
         news = []
+        asked = [chunk for chunk in plan.chunks if chunk.num_logits]
+        ends = list(itertools.accumulate(chunk.num_logits for chunk in asked))
+        logits = self.runner.logits(hidden[[end - 1 for end in ends]])
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
-        owned = [chunk for chunk in plan.chunks for _ in range(chunk.num_logits)]
-        for request in {c.request: None for c, good in zip(owned, finite, strict=True) if not good}:
-            news.append(self._fail(request, NOT_FINITE))
-        live = [r for r, chunk in enumerate(owned) if chunk.request.status is Status.RUNNING]
-        logits = logits if len(live) == len(owned) else logits[live]  # failed just now, or aborted meanwhile
+        rows: dict[Request, int] = {}
+        for row, (chunk, end) in enumerate(zip(asked, ends, strict=True)):
+            good = finite[row] and self._score_prompt(chunk, hidden[end - chunk.num_logits : end])
+            if good:
+                rows[chunk.request] = row
+            elif chunk.request.status is Status.RUNNING:
+                news.append(self._fail(chunk.request, NOT_FINITE))
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
-        self.scheduler.commit(plan)
-        row = 0
+        self.scheduler.commit(plan)  # without those that failed just now, or were aborted meanwhile
         owners: list[Request] = []
         picked: list[int] = []
         for chunk in plan.chunks:
-            request, row = chunk.request, row + chunk.num_logits
-            if request.params.prompt_logprobs is not None:
-                self._score_prompt(chunk, logits[row - chunk.num_logits : row])
+            request = chunk.request
             if request.num_computed < len(request.tokens):
                 continue
             siblings = [request, *self._fork(request)]
@@ -313,10 +316,10 @@ class LLM:
                 news += [self._tell(one, self._end(one, "length")) for one in siblings]
                 continue
             owners += siblings
-            picked += [row - 1] * len(siblings)
+            picked += [rows[request]] * len(siblings)
         if owners:
-            rows = logits if picked == list(range(len(logits))) else logits[picked]
-            tokens = sampler.sample(rows, owners, [r.seed for r in owners], self.num_ids)
+            wanted = logits if picked == list(range(len(logits))) else logits[picked]
+            tokens = sampler.sample(wanted, owners, [r.seed for r in owners], self.num_ids)
             now = time.perf_counter()
             for request, token, place in zip(owners, tokens, picked, strict=True):
                 news.append(self._tell(request, self._accept(request, token, logits[place], now)))
@@ -388,13 +391,22 @@ class LLM:
         self.pool.discard(request.block_table)
         return self._tell(request, self._end(request, "error"))
 
-    def _score_prompt(self, chunk: Chunk, logits: Tensor) -> None:
-        """Logits at position p score the prompt's token p + 1."""
-        request, count = chunk.request, chunk.request.params.prompt_logprobs or 0
-        for place, logprobs in zip(range(chunk.start, chunk.end), logits.log_softmax(-1), strict=False):
-            if place + 1 < request.num_prompt:
-                scores = sampler.top_logprobs(logprobs, request.tokens[place + 1], count)
-                request.prompt_logprobs[place + 1] = scores
+    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> bool:
+        """Log probabilities of the prompt's tokens, if they are wanted: position p scores token p + 1.
+
+        False if some are not finite. A few positions at a time: logits take 4 bytes for each id of the vocabulary.
+        """
+        request, count = chunk.request, chunk.request.params.prompt_logprobs
+        if count is None or chunk.start >= request.num_prompt:
+            return True
+        for first in range(0, len(hidden), SCORED_AT_ONCE):
+            scores = self.runner.logits(hidden[first : first + SCORED_AT_ONCE]).log_softmax(-1)
+            if not torch.isfinite(scores.amax()):
+                return False
+            for place, row in enumerate(scores, chunk.start + first + 1):
+                if place < request.num_prompt:
+                    request.prompt_logprobs[place] = sampler.top_logprobs(row, request.tokens[place], count)
+        return True
 
     # ---- in and out
 

@@ -22,7 +22,7 @@ from .model import Block, Linear, RMSNorm, Transformer
 class DeviceBatch:
     """One step's input as tensors on the device. T rows; see `model.Batch` for the first three.
 
-    logit_rows: [R] int64, or None if every row's logits are wanted. sources, previous: see `kernels.embed`.
+    logit_rows: [R] int64, or None if every row is wanted. sources, previous: see `kernels.embed`.
     """
 
     token_ids: Tensor
@@ -35,7 +35,7 @@ class DeviceBatch:
 
 
 def forward(model: Transformer, batch: DeviceBatch, cache: kv.KVCache) -> Tensor:
-    """Logits [R, vocab] float32. Writes the keys and values of the T rows into the cache."""
+    """Hidden states [R, hidden] before the final norm. Writes the keys and values of the T rows into the cache."""
     config, frequencies = model.config, model.frequencies
     x = kernels.embed(batch.token_ids, batch.sources, batch.previous, model.embed.weight)
     single = one_row(x)
@@ -59,10 +59,13 @@ def forward(model: Transformer, batch: DeviceBatch, cache: kv.KVCache) -> Tensor
         else:
             hidden = kernels.swiglu(_product(x, block.gate_up, block.mlp_norm))
         x = _product(hidden, block.down, residual=x)
-    if batch.logit_rows is not None:
-        x = x[batch.logit_rows]
+    return x if batch.logit_rows is None else x[batch.logit_rows]
+
+
+def logits(model: Transformer, hidden: Tensor) -> Tensor:
+    """[R, vocab] float32 from the hidden states that `forward` gave."""
     assert model.head is not None
-    return _product(x, model.head, model.norm, dtype=torch.float32)
+    return _product(hidden, model.head, model.norm, dtype=torch.float32)
 
 
 def one_row(x: Tensor) -> bool:

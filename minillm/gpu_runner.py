@@ -241,7 +241,7 @@ def activation_bytes(model: Transformer, engine: EngineConfig, max_model_len: in
     batch = fused.DeviceBatch(whole * 0, whole, whole, tiles, whole * 0 - 1, whole, rows)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    fused.forward(model, batch, cache)
+    fused.logits(model, fused.forward(model, batch, cache))
     peak = torch.cuda.max_memory_allocated(device) - before
     del cache
     torch.cuda.empty_cache()
@@ -292,7 +292,7 @@ class GpuRunner(runner.Runner):
     # ---- a step from its input buffers
 
     def _forward(self, shape: Shape, inputs: Inputs) -> Tensor:
-        """Logits [R, V] of a step whose input is on the device."""
+        """Hidden states [R, hidden] of a step whose input is on the device."""
         sizes = zip(GROUPS, shape, strict=True)
         on = {name: inputs.on_device[name][:size] for group, size in sizes for name, _, _ in group}
         # a multiprocessor runs several programs of one query at once, of those with long tiles it runs one or two
@@ -312,7 +312,7 @@ class GpuRunner(runner.Runner):
 
     def _compute(self, shape: Shape, inputs: Inputs) -> None:
         """A whole step, to `sampled`."""
-        logits, on = self._forward(shape, inputs), inputs.on_device
+        logits, on = fused.logits(self.model, self._forward(shape, inputs)), inputs.on_device
         columns = (on[name][: shape.rows] for name in ("seeds", "draws", "temperatures", "top_ks", "top_ps", "min_ps"))
         gpu_sampler.sample(logits, gpu_sampler.Draws(*columns), self.num_ids, self.sampled[: shape.rows])
 
@@ -355,10 +355,14 @@ class GpuRunner(runner.Runner):
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
-        """Logits, for requests that need more than a token; see `runner.Runner.run`."""
+        """For requests that need more than a token; see `runner.Runner.run`."""
         self.move(plan)
         values, count, wanted = self._values(plan, False)
         return self._forward(wanted, self._own_inputs(values, count, wanted))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return fused.logits(self.model, hidden)
 
     def _own_inputs(self, values: dict[str, np.ndarray | int], count: Shape, shape: Shape) -> Inputs:
         """Buffers for one step of a shape that has no graph."""

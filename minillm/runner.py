@@ -1,4 +1,4 @@
-"""From a plan of the scheduler to logits: builds the batch and runs the model. Picks device, dtype and pool size."""
+"""From a plan of the scheduler to hidden states and logits. Picks device, dtype and pool size."""
 
 from __future__ import annotations
 
@@ -88,11 +88,15 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
-        """Logits [R, vocab] float32: for each chunk in turn its last `num_logits` positions."""
+        """Hidden states [R, hidden], for `logits`: of each chunk in turn its last `num_logits` positions."""
         self.move(plan)
         batch = self.build(plan)
-        hidden = self.model(batch, self.cache)
-        return self.model.logits(hidden[batch.logit_rows])
+        return self.model(batch, self.cache)[batch.logit_rows]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, vocab] float32 from rows of what `run` gave."""
+        return self.model.logits(hidden)
 
 
 def use_kernels(engine: EngineConfig, weight: Tensor) -> bool:

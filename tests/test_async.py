@@ -153,12 +153,12 @@ def test_one_bad_request_does_not_harm_the_others() -> None:
         run = llm.runner.run
 
         def poisoned(plan):
-            logits, row = run(plan).clone(), 0
+            hidden, row = run(plan).clone(), 0
             for chunk in plan.chunks:
                 if chunk.request.id == "bad":
-                    logits[row : row + chunk.num_logits] = float("nan")
+                    hidden[row : row + chunk.num_logits] = float("nan")
                 row += chunk.num_logits
-            return logits
+            return hidden
 
         llm.runner.run = poisoned  # type: ignore[method-assign]
         async with AsyncLLM(llm) as engine:

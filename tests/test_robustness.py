@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from tiny import TINY, Scripted, run, tiny_llm, tiny_model, tokens_of
+from tiny import TINY, Scripted, full_logits, run, tiny_llm, tiny_model, tokens_of
 
 from minillm import sampler
 from minillm.config import EngineConfig
@@ -196,3 +196,37 @@ def test_types_of_engine_and_sampling_arguments() -> None:
             SamplingParams(**bad)
     with pytest.raises(RequestError, match="device"):
         LLM("smollm2-135m", device="meta")
+
+
+def test_long_prompts_are_scored_a_few_positions_at_a_time() -> None:
+    """Logits of 8,192 positions and 150,000 ids would take 5 GB, and their log probabilities as much again."""
+    prompts = [[(7 * i + k) % 90 + 1 for i in range(200)] for k in range(3)]
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1, **FREE | {"temperature": 0.0})
+    llm = tiny_llm(num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=512)
+    plain, rows = llm.runner.logits, []
+    llm.runner.logits = lambda hidden: rows.append(len(hidden)) or plain(hidden)  # type: ignore[method-assign]
+    found = llm.generate(prompts, params)
+    assert max(rows) <= 64
+    for prompt, output in zip(prompts, found, strict=True):
+        expected = full_logits(llm.model, prompt).log_softmax(-1)
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == 200
+        for place, scores in enumerate(output.prompt_logprobs[1:], 1):
+            best = int(expected[place - 1].argmax())
+            assert set(scores) == {prompt[place], best}
+            for token, score in scores.items():
+                assert score == pytest.approx(expected[place - 1, token].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 70, 198, 199])
+def test_a_score_that_is_not_finite_ends_that_request_only(place: int) -> None:
+    """Wherever it is in the prompt, and nothing of it is matched later."""
+
+    def script(token: int, position: int) -> torch.Tensor:
+        wrong = token == 9 and position == place
+        return torch.full((96,), float("nan")) if wrong else torch.arange(96.0) / 9
+
+    llm = LLM.from_parts(TINY, Scripted(script), None, num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=512)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0, **FREE | {"temperature": 0.0})
+    bad, good = llm.generate([[9] * 200, [8] * 200], params)
+    assert "not finite" in bad.error and good.error is None and good.outputs[0].token_ids == [95, 95]
+    assert not llm.pool.match([9] * 200) and len(llm.pool.match([8] * 200)) == 12
