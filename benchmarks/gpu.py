@@ -1,12 +1,12 @@
-"""minillm on one NVIDIA GPU, beside transformers and a compiled static-cache decoder: one run, random weights.
+"""minillm on one NVIDIA GPU, beside transformers and a compiled static-cache decoder, in one run.
 
     python benchmarks/gpu.py --json benchmarks/results/gpu.json
     python benchmarks/report.py
 
 About 12 minutes on an H200, most of it the peers' compilation and warm-up; `--only REGEX` runs a part (names are
 workload/model/engine/mode), such as `--only '^a/.*minillm'`. With several GPUs several engines are measured at once,
-each on a GPU of its own. Weights are random, in bfloat16, in the shapes of real models: speed does not depend on what
-they are. Greedy; the end token is ignored.
+each on a GPU of its own. SmolLM2 has its real weights; the others are shapes of real models with random weights (speed
+does not depend on what they are). All in bfloat16. Greedy; the end token is ignored.
 
   a  one stream: a prompt of 128 tokens, 256 new ones
   b  256 requests at once, prompts and outputs uniform in 100 to 1024 tokens, seed 0 (the usual offline workload)
@@ -41,7 +41,7 @@ from unittest import mock
 
 import shapes
 import torch
-from shapes import SHAPES, random_model
+from shapes import SHAPES, make_model
 
 from minillm import LLM, SamplingParams, bench, fused, gpu_runner, kernels, roofline
 from minillm.model import rotate
@@ -139,7 +139,7 @@ def waits():
 
 def engine(row: Row, **options: Any) -> LLM:
     config, start = SHAPES[row.model], time.perf_counter()
-    model = random_model(config, torch.bfloat16, "cuda")
+    model = make_model(row.model, torch.bfloat16, "cuda")
     llm = LLM.from_parts(config, model, None, enforce_eager=row.mode == "no graphs", **options)
     torch.cuda.synchronize()
     row.start_seconds = time.perf_counter() - start
@@ -260,26 +260,45 @@ def prefix(row: Row) -> dict[str, Any]:
 # ---- peers
 
 
-def hf_model(config: Any) -> Any:
+def hf_model(name: str, device: str = "cuda") -> Any:
+    """transformers' Llama with the weights that `make_model` gives minillm."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    config, ours = SHAPES[name], make_model(name, torch.bfloat16, device)
     made = transformers.LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim, max_position_embeddings=8192,
-        tie_word_embeddings=config.tie_word_embeddings,
+        num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim, rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings, tie_word_embeddings=config.tie_word_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )  # fmt: skip
-    with torch.device("cuda"):
+    with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         model = transformers.LlamaForCausalLM(made).eval()
         torch.set_default_dtype(torch.float32)
-    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(ours.embed.weight)
+        model.lm_head.weight.copy_(ours.head.weight)
+        model.model.norm.weight.copy_(ours.norm.weight)
+        for theirs, block in zip(model.model.layers, ours.layers, strict=True):
+            attention, mlp = theirs.self_attn, theirs.mlp
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            pairs = [
+                *zip(projections, block.qkv.weight.split(sizes), strict=True),
+                *zip([mlp.gate_proj, mlp.up_proj], block.gate_up.weight.chunk(2), strict=True),
+                (attention.o_proj, block.o.weight), (mlp.down_proj, block.down.weight),
+                (theirs.input_layernorm, block.attn_norm.weight),
+                (theirs.post_attention_layernorm, block.mlp_norm.weight),
+            ]  # fmt: skip
+            for module, weight in pairs:
+                module.weight.copy_(weight)
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)  # no end token
     return model
 
 
 def transformers_one(row: Row) -> dict[str, Any]:
-    model, compiled = hf_model(SHAPES[row.model]), row.mode != "eager"
+    model, compiled = hf_model(row.model), row.mode != "eager"
     ids = torch.arange(128, device="cuda")[None]
     options = {"cache_implementation": "static"} if compiled else {}
     times = []
@@ -302,7 +321,7 @@ def transformers_one(row: Row) -> dict[str, Any]:
 def transformers_many(row: Row) -> dict[str, Any]:
     from transformers.generation import GenerationConfig
 
-    model = hf_model(SHAPES[row.model])
+    model = hf_model(row.model)
     model.set_attn_implementation("paged|sdpa")
     items = bench.workload(256, (100, 1024), (100, 1024), SHAPES[row.model].vocab_size)
     with model.continuous_batching_context_manager(
@@ -336,7 +355,7 @@ def transformers_many(row: Row) -> dict[str, Any]:
 def compiled_decoder(row: Row) -> dict[str, Any]:
     """In the style of gpt-fast: a static KV cache, one compiled step with CUDA graphs, attention over the whole."""
     config, length = SHAPES[row.model], 384
-    model = random_model(config, torch.bfloat16, "cuda")
+    model = make_model(row.model, torch.bfloat16, "cuda")
     share = config.num_heads // config.num_kv_heads
 
     class Decoder(torch.nn.Module):

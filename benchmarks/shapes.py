@@ -1,4 +1,4 @@
-"""What the GPU benchmark runs: shapes of real models, filled with random weights; and which commit it is."""
+"""What the GPU benchmark runs: the real SmolLM2, other models' shapes with random weights; and which commit it is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from minillm import hub
 from minillm.config import ModelConfig, RopeScaling
 from minillm.model import Transformer
-from minillm.weights import parameter_shapes
+from minillm.weights import open_checkpoint, parameter_shapes
 
+REAL = {"SmolLM2-135M": "smollm2-135m"}  # whose weights can be had without a hub
 LLAMA3_ROPE = RopeScaling("llama3", 32.0)
 
 # from each model's config.json
@@ -30,15 +32,19 @@ SHAPES = {
 }  # fmt: skip
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0) -> Transformer:
-    """A model of this shape with weights small enough that its numbers stay finite."""
-    draw = torch.Generator(device).manual_seed(seed)
+def make_model(name: str, dtype: torch.dtype, device: str) -> Transformer:
+    """The model with its real weights, if they can be had, or with random ones that keep its numbers finite."""
+    config = SHAPES[name]
+    if name in REAL:
+        return Transformer.from_state(config, open_checkpoint(hub.resolve(REAL[name])).state_dict(dtype, device))
+    draw = torch.Generator(device).manual_seed(0)
     state = {}
-    for name, shape in parameter_shapes(config).items():
+    for weight, shape in parameter_shapes(config).items():
         if len(shape) == 1:
-            state[name] = torch.ones(shape, dtype=dtype, device=device)
+            state[weight] = torch.ones(shape, dtype=dtype, device=device)
         else:
-            state[name] = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, shape[-1] ** -0.5, generator=draw)
+            state[weight] = torch.empty(shape, dtype=dtype, device=device)
+            state[weight].normal_(0.0, shape[-1] ** -0.5, generator=draw)
     return Transformer.from_state(config, state)
 
 

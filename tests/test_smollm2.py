@@ -88,3 +88,35 @@ def test_prefix_cache_saves_the_shared_part(llm: LLM) -> None:
 def test_importing_the_engine_does_not_import_transformers() -> None:
     code = "import sys, minillm, minillm.engine, minillm.cli; minillm.LLM; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_same_tokens_and_errors_no_larger_than_torchs() -> None:
+    """In float32 the CPU's tokens, with graphs and without; in bfloat16 log probabilities no worse than torch's."""
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    plain = LLM("smollm2-135m", num_kv_blocks=256, device="cpu")
+    expected = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
+    prompt = [token for output in plain.generate(PROMPTS, params) for token in output.outputs[0].token_ids]
+
+    def gpu(**options: object) -> LLM:
+        return LLM("smollm2-135m", num_kv_blocks=256, max_model_len=2048, device="cuda", **options)
+
+    for eager in (False, True):
+        fast = gpu(dtype="float32", enforce_eager=eager)
+        assert bool(fast.runner.graphs) != eager
+        assert [output.outputs[0].token_ids for output in fast.generate(PROMPTS, params)] == expected
+        one = [fast.generate(text, params)[0].outputs[0].token_ids for text in PROMPTS[:3]]
+        assert one == expected[:3]
+
+    def scores(llm: LLM) -> torch.Tensor:
+        found = llm.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))[0].prompt_logprobs
+        return torch.tensor([scores[token] for scores, token in zip(found[1:], prompt[1:], strict=True)])
+
+    exact = scores(plain)
+    torch.testing.assert_close(scores(gpu(dtype="float32")), exact, atol=2e-3, rtol=0)
+    error = {"torch": (scores(gpu(attention="sdpa")) - exact).abs().mean().item()}
+    for kind in ("auto", "int8", "fp8"):
+        error[kind] = (scores(gpu(kv_cache_dtype=kind)) - exact).abs().mean().item()
+    print("mean error of log probabilities:", error)
+    assert error["auto"] <= 1.1 * error["torch"], error
+    assert error["int8"] <= 2 * error["torch"] and error["fp8"] <= 4 * error["torch"], error
