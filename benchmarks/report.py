@@ -175,7 +175,8 @@ def _gpu_note(report: dict) -> str:
         for i, run in enumerate(report["runs"])
     )
     return (
-        f"{report['gpu']}; {versions}. Random weights in bfloat16, in the models' shapes; each engine on its own GPU. "
+        f"{report['gpu']}; {versions}. All in bfloat16; SmolLM2 with its real weights, the others shapes of real "
+        "models with random weights; one engine at a time has the GPU. "
         f"Stored in `benchmarks/results/gpu.json`; {runs}."
     )
 

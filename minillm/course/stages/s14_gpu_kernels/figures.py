@@ -24,8 +24,10 @@ class Figures:
         self.data = data or {}
         self.found = bool(data)
         self.name = self.data.get("gpu", "no GPU")
-        self.read = self.data.get("machine", {}).get("read", math.nan)
         self.rows = {(r["workload"], r["model"], r["engine"], r["mode"]): r for r in self.data.get("rows", [])}
+        # bytes/s of the GPU when it measured one stream, which is what the lesson compares with it
+        runs = [self.data["runs"][r["run"]] for r in self.rows.values() if r["workload"] == "a"]
+        self.read = runs[0]["machine"]["read"] if runs else math.nan
 
     def get(self, field: str, model: str, mode: str = "", workload: str = "a", engine: str = "minillm") -> float:
         row = self.rows.get((workload, model, engine, mode), {})
