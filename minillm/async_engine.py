@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine import LLM, Prompt, check_timeout
+from .engine import LLM
 from .errors import MinillmError, RequestError
-from .request import Delta, SamplingParams
+from .request import Delta, Prompt, SamplingParams, check_timeout
 
 
 class EngineDeadError(MinillmError):

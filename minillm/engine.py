@@ -22,11 +22,19 @@ from .config import EngineConfig, ModelConfig
 from .errors import RequestError
 from .metrics import RequestMetrics, StepRecord
 from .model import Transformer
-from .request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams, Status
+from .request import (
+    Delta,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Status,
+    check_timeout,
+    prompt_tokens,
+)
 from .runner import Flight
 from .scheduler import Chunk, Plan, Scheduler
 
-Prompt = str | Sequence[int]
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 SCORED_AT_ONCE = 64  # positions of a prompt
 
@@ -123,13 +131,13 @@ class LLM:
                 except RequestError as error:
                     if single:
                         raise
-                    outputs[i] = _refused(prompt, str(error))
+                    outputs[i] = RequestOutput.refused(prompt, str(error))
             with tqdm(total=len(pending), unit="prompt", disable=not show) as bar:
                 while pending:
                     ended = {request.id: None for request, delta in self.step() if delta.finish_reason}
                     for request_id in ended:
                         if request_id in pending and self.is_done(request_id):
-                            outputs[pending.pop(request_id)] = self._collect(request_id)
+                            outputs[pending.pop(request_id)] = RequestOutput.of(self.requests.pop(request_id))
                             bar.update()
         finally:
             for request_id in pending:
@@ -191,7 +199,7 @@ class LLM:
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise RequestError(f"priority must be a whole number, got {priority!r}.")
         check_timeout(timeout)
-        tokens = self._encode(prompt)
+        tokens = prompt_tokens(prompt, self.tokenizer, self.num_ids)
         arrival = time.perf_counter() if arrival is None else arrival
         eos = () if params.ignore_eos else self.eos_ids
         stop_ids = frozenset(t for t in (*eos, *params.stop_token_ids) if 0 <= t < self.config.vocab_size)
@@ -225,6 +233,18 @@ class LLM:
             if request.status is not Status.FINISHED:
                 self.scheduler.finish(request, "abort")
                 self._tell(request, Delta("", [], "abort", request.index))
+
+    def is_done(self, request_id: str) -> bool:
+        """Whether all completions of a request have ended (an unknown request is done)."""
+        return all(r.status is Status.FINISHED for r in self.requests.get(request_id, []))
+
+    def _start_text(self, request: Request) -> None:
+        if self.tokenizer is not None:
+            request.detokenizer = text.IncrementalDetokenizer(self.tokenizer)
+            if request.params.stop:
+                request.stop_strings = text.StopStrings(list(request.params.stop))
+        elif request.params.stop:
+            raise RequestError("stop strings need a tokenizer, and this engine has none.")
 
     # ---- one step
 
@@ -408,63 +428,6 @@ class LLM:
                     request.prompt_logprobs[place] = sampler.top_logprobs(row, request.tokens[place], count)
         return True
 
-    # ---- in and out
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("this engine has no tokenizer: give token ids instead of text.")
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-            if not isinstance(prompt, (list, tuple)):
-                raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}.")
-            tokens = [_token(t) for t in prompt]
-        if not tokens:
-            raise RequestError("the prompt is empty: there is nothing to continue.")
-        if min(tokens) < 0 or max(tokens) >= self.num_ids:
-            wrong = next(t for t in tokens if not 0 <= t < self.num_ids)
-            raise RequestError(f"the prompt holds {wrong}, but token ids go from 0 to {self.num_ids - 1}.")
-        return tokens
-
-    def _start_text(self, request: Request) -> None:
-        if self.tokenizer is not None:
-            request.detokenizer = text.IncrementalDetokenizer(self.tokenizer)
-            if request.params.stop:
-                request.stop_strings = text.StopStrings(list(request.params.stop))
-        elif request.params.stop:
-            raise RequestError("stop strings need a tokenizer, and this engine has none.")
-
-    def is_done(self, request_id: str) -> bool:
-        """Whether all completions of a request have ended (an unknown request is done)."""
-        return all(r.status is Status.FINISHED for r in self.requests.get(request_id, []))
-
-    def _collect(self, request_id: str) -> RequestOutput:
-        requests = self.requests.pop(request_id)
-        first = requests[0]
-        outputs = [
-            CompletionOutput(
-                r.index, r.text, r.output, r.finish_reason, r.logprobs if r.params.logprobs is not None else None
-            )
-            for r in requests
-        ]
-        scores: list[dict[int, float] | None] | None = None
-        if first.params.prompt_logprobs is not None:
-            scores = [first.prompt_logprobs.get(place) for place in range(first.num_prompt)]
-        errors = [r.error for r in requests if r.error]
-        return RequestOutput(
-            request_id=request_id,
-            prompt=first.prompt,
-            prompt_token_ids=first.tokens[: first.num_prompt],
-            outputs=outputs,
-            num_cached_tokens=first.num_cached,
-            metrics=RequestMetrics(
-                first.metrics.arrival, first.metrics.token_times, max(r.metrics.finished or 0.0 for r in requests)
-            ),
-            prompt_logprobs=scores,
-            error=errors[0] if errors else None,
-        )
-
     # ---- numbers
 
     def _account(self, plan: Plan, start: float, end: float) -> None:
@@ -502,31 +465,3 @@ class LLM:
             "tokens_per_second": totals["output_tokens"] / seconds,
             "gb_per_second": totals["bytes"] / seconds / 1e9,
         }
-
-
-def check_timeout(timeout: object) -> None:
-    """RequestError if it is neither None nor a positive number of seconds."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and timeout > 0):  # type: ignore[operator]
-        raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
-
-
-def _token(value: object) -> int:
-    """A token id as a plain int. Raises RequestError where it is none (True, 1.0, "1")."""
-    if type(value) is int:  # nearly always, and checked a thousand times for each prompt
-        return value
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"the prompt holds {value!r}, but token ids are whole numbers.")
-    return int(value)
-
-
-def _refused(prompt: object, why: str) -> RequestOutput:
-    return RequestOutput(
-        request_id="refused",
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [],
-        outputs=[CompletionOutput(0, "", [], "error")],
-        num_cached_tokens=0,
-        metrics=RequestMetrics(arrival=time.perf_counter()),
-        error=why,
-    )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 
 from .errors import RequestError
 from .metrics import RequestMetrics
-from .text import IncrementalDetokenizer, StopStrings
+from .text import IncrementalDetokenizer, StopStrings, Tokenizer
+
+Prompt = str | Sequence[int]
 
 
 @dataclass
@@ -82,6 +86,41 @@ class SamplingParams:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None, num_ids: int) -> list[int]:
+    """A prompt as token ids, each below num_ids. Raises RequestError if that cannot be."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give token ids instead of text.")
+        tokens = tokenizer.encode(prompt)
+    else:
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}.")
+        tokens = [_token(t) for t in prompt]
+    if not tokens:
+        raise RequestError("the prompt is empty: there is nothing to continue.")
+    if min(tokens) < 0 or max(tokens) >= num_ids:
+        wrong = next(t for t in tokens if not 0 <= t < num_ids)
+        raise RequestError(f"the prompt holds {wrong}, but token ids go from 0 to {num_ids - 1}.")
+    return tokens
+
+
+def _token(value: object) -> int:
+    """A token id as a plain int. Raises RequestError where it is none (True, 1.0, "1")."""
+    if type(value) is int:  # nearly always, and checked a thousand times for each prompt
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"the prompt holds {value!r}, but token ids are whole numbers.")
+    return int(value)
+
+
+def check_timeout(timeout: object) -> None:
+    """RequestError if it is neither None nor a positive number of seconds."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):  # type: ignore[operator]
+        raise RequestError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
 
 
 class Status(Enum):
@@ -175,6 +214,43 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, float] | None] | None = None
     error: str | None = None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> RequestOutput:
+        """From all completions of a prompt, when they have ended."""
+        first = requests[0]
+        scores: list[dict[int, float] | None] | None = None
+        if first.params.prompt_logprobs is not None:
+            scores = [first.prompt_logprobs.get(place) for place in range(first.num_prompt)]
+        scored = first.params.logprobs is not None
+        return cls(
+            request_id=first.id,
+            prompt=first.prompt,
+            prompt_token_ids=first.tokens[: first.num_prompt],
+            outputs=[
+                CompletionOutput(r.index, r.text, r.output, r.finish_reason, r.logprobs if scored else None)
+                for r in requests
+            ],
+            num_cached_tokens=first.num_cached,
+            metrics=RequestMetrics(
+                first.metrics.arrival, first.metrics.token_times, max(r.metrics.finished or 0.0 for r in requests)
+            ),
+            prompt_logprobs=scores,
+            error=next((r.error for r in requests if r.error), None),
+        )
+
+    @classmethod
+    def refused(cls, prompt: object, why: str) -> RequestOutput:
+        """For a prompt that never became a request."""
+        return cls(
+            request_id="refused",
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [],
+            outputs=[CompletionOutput(0, "", [], "error")],
+            num_cached_tokens=0,
+            metrics=RequestMetrics(arrival=time.perf_counter()),
+            error=why,
+        )
 
 
 @dataclass

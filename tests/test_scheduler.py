@@ -10,7 +10,7 @@ from tiny import TINY, Scripted, one_hot, run, tiny_llm, tokens_of
 
 from minillm.engine import LLM
 from minillm.errors import RequestError
-from minillm.request import SamplingParams, Status
+from minillm.request import RequestOutput, SamplingParams, Status
 
 ENDLESS = replace(TINY, eos_token_ids=())
 
@@ -125,7 +125,7 @@ def test_preemption_changes_nothing_but_the_time() -> None:
             for request, delta in llm.step():
                 deltas.setdefault(request.id, []).extend(delta.token_ids)
             llm.scheduler.check()
-        outputs = [llm._collect(str(i)) for i in range(4)]
+        outputs = [RequestOutput.of(llm.requests[str(i)]) for i in range(4)]
         assert [deltas[str(i)] for i in range(4)] == tokens_of(outputs)
         assert llm.pool.num_free == blocks
         outcomes.append((tokens_of(outputs), [o.outputs[0].finish_reason for o in outputs]))
