@@ -10,12 +10,16 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from test_text_in_engine import Pieces
 from tiny import TINY, tiny_model
 
 from minillm.engine import LLM
+from minillm.model import Transformer
 from minillm.request import Request, SamplingParams, Status
+from minillm.weights import random_state_dict
 
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 COUNT = int(os.environ.get("MINILLM_SOAK", "250"))
 ENDLESS = replace(TINY, eos_token_ids=(3,))
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -24,7 +28,8 @@ TOKENS = Pieces(*[LETTERS[i % 27] * (1 + i % 2) for i in range(90)], "é".encode
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_soak(preemption: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_soak(device: str, preemption: str) -> None:
     draw, model = random.Random(preemption), tiny_model(ENDLESS)
     prefixes = [[draw.randrange(4, 96) for _ in range(n)] for n in (5, 16, 23)]
     kinds = [
@@ -42,6 +47,9 @@ def test_soak(preemption: str) -> None:
             outputs = solo.generate(prompt, kind)[0].outputs
             expected[p, k] = [(one.token_ids, one.text) for one in outputs]
 
+    if device == "cuda":  # with kernels, graphs and a step in flight; the solo runs were the CPU's
+        moved = {name: tensor.cuda() for name, tensor in random_state_dict(ENDLESS, 0).items()}
+        model = Transformer.from_state(ENDLESS, moved)
     llm = LLM.from_parts(
         ENDLESS, model, TOKENS, block_size=4, num_kv_blocks=24, max_num_seqs=9, max_num_batched_tokens=24,  # type: ignore[arg-type]
         preemption=preemption, num_swap_blocks=10 if preemption == "swap" else None, long_prefill_token_threshold=16,
