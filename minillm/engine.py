@@ -36,7 +36,7 @@ from .runner import Flight
 from .scheduler import Chunk, Plan, Scheduler
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-SCORED_AT_ONCE = 64  # positions of a prompt
+SCORED_AT_ONCE = 64  # rows: log probabilities take 4 bytes for each id of the vocabulary
 
 
 class LLM:
@@ -339,10 +339,11 @@ class LLM:
             picked += [rows[request]] * len(siblings)
         if owners:
             wanted = logits if picked == list(range(len(logits))) else logits[picked]
-            tokens = sampler.sample(wanted, owners, [r.seed for r in owners], self.num_ids)
+            tokens = self.runner.sample(wanted, owners, self.num_ids)
+            scores = self._score_output(owners, tokens, wanted)
             now = time.perf_counter()
-            for request, token, place in zip(owners, tokens, picked, strict=True):
-                news.append(self._tell(request, self._accept(request, token, logits[place], now)))
+            for row, (request, token) in enumerate(zip(owners, tokens, strict=True)):
+                news.append(self._tell(request, self._accept(request, token, scores.get(row), now)))
         return news
 
     def _fork(self, request: Request) -> list[Request]:
@@ -369,14 +370,14 @@ class LLM:
             children.append(child)
         return children
 
-    def _accept(self, request: Request, token: int, logits: Tensor | None, now: float) -> Delta:
-        """Add a sampled token to its request: text, stop conditions, log probabilities."""
+    def _accept(self, request: Request, token: int, scores: dict[int, float] | None, now: float) -> Delta:
+        """Add a sampled token to its request: log probabilities, text, stop conditions."""
         params = request.params
         request.tokens.append(token)
         request.metrics.token_times.append(now)
         self._totals["output_tokens"] += 1
-        if params.logprobs is not None and logits is not None:
-            request.logprobs.append(sampler.top_logprobs(logits.log_softmax(-1), token, params.logprobs))
+        if scores is not None:
+            request.logprobs.append(scores)
         count = request.num_output
         if token in request.stop_ids:
             return self._end(request, "stop", [token])
@@ -411,10 +412,23 @@ class LLM:
         self.pool.discard(request.block_table)
         return self._tell(request, self._end(request, "error"))
 
+    def _score_output(
+        self, requests: Sequence[Request], tokens: Sequence[int], logits: Tensor
+    ) -> dict[int, dict[int, float]]:
+        """Log probabilities by row, of the rows that want them. Row r of the logits gave tokens[r] of requests[r]."""
+        wanted = [r for r, request in enumerate(requests) if request.params.logprobs is not None]
+        found: dict[int, dict[int, float]] = {}
+        for first in range(0, len(wanted), SCORED_AT_ONCE):
+            rows = wanted[first : first + SCORED_AT_ONCE]
+            counts = [requests[r].params.logprobs or 0 for r in rows]
+            scores = sampler.top_logprobs(logits[rows].log_softmax(-1), [tokens[r] for r in rows], counts)
+            found.update(zip(rows, scores, strict=True))
+        return found
+
     def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> bool:
         """Log probabilities of the prompt's tokens, if they are wanted: position p scores token p + 1.
 
-        False if some are not finite. A few positions at a time: logits take 4 bytes for each id of the vocabulary.
+        False if some are not finite.
         """
         request, count = chunk.request, chunk.request.params.prompt_logprobs
         if count is None or chunk.start >= request.num_prompt:
@@ -423,9 +437,11 @@ class LLM:
             scores = self.runner.logits(hidden[first : first + SCORED_AT_ONCE]).log_softmax(-1)
             if not torch.isfinite(scores.amax()):
                 return False
-            for place, row in enumerate(scores, chunk.start + first + 1):
-                if place < request.num_prompt:
-                    request.prompt_logprobs[place] = sampler.top_logprobs(row, request.tokens[place], count)
+            place = chunk.start + first + 1
+            tokens = request.tokens[place : min(place + len(scores), request.num_prompt)]
+            if tokens:
+                found = sampler.top_logprobs(scores[: len(tokens)], tokens, [count] * len(tokens))
+                request.prompt_logprobs.update(enumerate(found, place))
         return True
 
     # ---- numbers

@@ -12,7 +12,7 @@ too, where the next step can begin with it (`sources`) before the CPU has seen i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import fused, gpu_sampler, kernels, kv, runner
+from . import fused, gpu_sampler, kernels, kv, runner, sampler
 from .config import EngineConfig
 from .model import Transformer
 from .request import Request, Status
@@ -248,6 +248,19 @@ def activation_bytes(model: Transformer, engine: EngineConfig, max_model_len: in
     return peak
 
 
+@dataclass
+class Graph:
+    """A captured step."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+
+    def replay(self) -> Tensor:
+        """Start it. Returns its hidden states: the same memory each time."""
+        self.graph.replay()
+        return self.hidden
+
+
 class GpuRunner(runner.Runner):
     """Runs plans on one GPU. In Triton's interpreter it runs on a CPU, without graphs; the tests do that."""
 
@@ -285,7 +298,7 @@ class GpuRunner(runner.Runner):
             if members
         }
         self.numbers = np.arange(self.most)
-        self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Shape, Graph] = {}
         if on_gpu and not engine.enforce_eager:
             self._capture(shapes)
 
@@ -310,11 +323,13 @@ class GpuRunner(runner.Runner):
         )  # fmt: skip
         return fused.forward(self.model, batch, self.cache)
 
-    def _compute(self, shape: Shape, inputs: Inputs) -> None:
-        """A whole step, to `sampled`."""
-        logits, on = fused.logits(self.model, self._forward(shape, inputs)), inputs.on_device
+    def _compute(self, shape: Shape, inputs: Inputs) -> Tensor:
+        """A whole step, to `sampled`. Returns its hidden states too."""
+        hidden, on = self._forward(shape, inputs), inputs.on_device
         columns = (on[name][: shape.rows] for name in ("seeds", "draws", "temperatures", "top_ks", "top_ps", "min_ps"))
+        logits = fused.logits(self.model, hidden)
         gpu_sampler.sample(logits, gpu_sampler.Draws(*columns), self.num_ids, self.sampled[: shape.rows])
+        return hidden
 
     @torch.inference_mode()
     def _capture(self, shapes: Sequence[Shape]) -> None:
@@ -326,9 +341,9 @@ class GpuRunner(runner.Runner):
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._compute(shape, inputs)
+                hidden = self._compute(shape, inputs)
             pool = pool or graph.pool()
-            self.graphs[shape] = graph
+            self.graphs[shape] = Graph(graph, hidden)
         self.graphs = dict(sorted(self.graphs.items(), key=lambda item: item[0].tokens))  # the first that holds is best
 
     # ---- any plan
@@ -336,14 +351,7 @@ class GpuRunner(runner.Runner):
     @torch.inference_mode()
     def start(self, plan: Plan, after: runner.Flight | None = None) -> Flight:
         """Start a plan, sampling included. `after`: the flight whose tokens it begins with."""
-        self.move(plan)
-        values, count, wanted = self._values(plan, after is not None)
-        shape = next((shape for shape in self.graphs if shape.holds(wanted)), None)
-        if shape is not None:
-            self.inputs[shape.decode].send(values, count, shape, self.spare_slot)
-            self.graphs[shape].replay()
-        else:
-            self._compute(wanted, self._own_inputs(values, count, wanted))
+        self._launch(plan, after is not None, self._compute)
         rows = [chunk.request for chunk in plan.chunks if chunk.num_logits]
         self.turn ^= 1
         host, done = self.results[self.turn], None
@@ -355,20 +363,30 @@ class GpuRunner(runner.Runner):
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
-        """For requests that need more than a token; see `runner.Runner.run`."""
+        """For requests that need more than a token; see `runner.Runner.run`. The next step overwrites the result."""
+        return self._launch(plan, False, self._forward)
+
+    def _launch(self, plan: Plan, in_flight: bool, compute: Callable[[Shape, Inputs], Tensor]) -> Tensor:
+        """Start a step: by the first graph that holds it, else by `compute`. Returns the hidden states of its rows."""
         self.move(plan)
-        values, count, wanted = self._values(plan, False)
-        return self._forward(wanted, self._own_inputs(values, count, wanted))
+        values, count, wanted = self._values(plan, in_flight)
+        for shape, graph in self.graphs.items():
+            if shape.holds(wanted):
+                self.inputs[shape.decode].send(values, count, shape, self.spare_slot)
+                return graph.replay()[: count.rows]
+        inputs = Inputs(wanted, self.device)
+        inputs.send(values, count, wanted, self.spare_slot)
+        return compute(wanted, inputs)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         return fused.logits(self.model, hidden)
 
-    def _own_inputs(self, values: dict[str, np.ndarray | int], count: Shape, shape: Shape) -> Inputs:
-        """Buffers for one step of a shape that has no graph."""
-        inputs = Inputs(shape, self.device)
-        inputs.send(values, count, shape, self.spare_slot)
-        return inputs
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: Sequence[Request], num_ids: int) -> list[int]:
+        logits, tokens = sampler.adjust(logits, requests, num_ids), self.sampled.new_empty(len(requests))
+        gpu_sampler.sample(logits, gpu_sampler.Draws.of(requests, num_ids, self.device), num_ids, tokens)
+        return tokens.tolist()
 
     def _values(self, plan: Plan, in_flight: bool) -> tuple[dict[str, np.ndarray | int], Shape, Shape]:
         """The input of a step, by name; its shape, without and with the dead tokens of a padded batch.

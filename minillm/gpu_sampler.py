@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels import launch_options, let_next_start, wait_for_last
+from .request import Request
 
 
 @triton.jit
@@ -161,6 +163,15 @@ class Draws:
     top_ks: Tensor
     top_ps: Tensor
     min_ps: Tensor
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], num_ids: int, device: torch.device | str) -> Draws:
+        """The next draw of each."""
+        rows = [(r.seed, len(r.tokens), min(r.params.top_k, num_ids)) for r in requests]
+        seeds, positions, top_ks = torch.tensor(rows, device=device).T.contiguous()
+        floats = [(r.params.temperature, r.params.top_p, r.params.min_p) for r in requests]
+        temperatures, top_ps, min_ps = torch.tensor(floats, dtype=torch.float32, device=device).T.contiguous()
+        return cls(seeds, positions, temperatures, top_ks.int(), top_ps, min_ps)
 
 
 def sample(logits: Tensor, draws: Draws, num_ids: int, out: Tensor) -> None:

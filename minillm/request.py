@@ -83,6 +83,10 @@ class SamplingParams:
         if not all(_whole(token) for token in self.stop_token_ids):
             raise RequestError(f"stop_token_ids must be whole numbers, got {self.stop_token_ids!r}.")
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -177,10 +181,9 @@ class Request:
     def needs_only_token(self) -> bool:
         """Whether a step need not give more than its next token: no log probabilities, penalties or forks."""
         p = self.params
-        penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
         scores = p.logprobs is not None or p.prompt_logprobs is not None
         early = self.num_output < p.min_tokens or p.max_tokens == 0
-        return not (penalties or scores or early or self.num_forks)
+        return not (p.has_penalties or scores or early or self.num_forks)
 
     @property
     def output(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Protocol
@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from . import attention, kv
+from . import attention, kv, sampler
 from .config import EngineConfig, ModelConfig
 from .errors import RequestError
 from .kv import KVCache
@@ -35,9 +35,9 @@ class Flight(Protocol):
 
 
 class Runner:
-    """Owns the model and the cache tensors. Knows nothing of queues, sampling or text.
+    """Owns the model and the cache tensors. Knows nothing of queues or text.
 
-    samples: whether it can also sample, with `start` (gpu_runner.py).
+    samples: whether a step can also sample, without waiting (`start`, gpu_runner.py).
     """
 
     samples = False
@@ -97,6 +97,10 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab] float32 from rows of what `run` gave."""
         return self.model.logits(hidden)
+
+    def sample(self, logits: Tensor, requests: Sequence[Request], num_ids: int) -> list[int]:
+        """See `sampler.sample`."""
+        return sampler.sample(logits, requests, num_ids)
 
 
 def use_kernels(engine: EngineConfig, weight: Tensor) -> bool:

@@ -7,8 +7,10 @@ no hidden state, so a request's draw is the same alone, in any batch and after a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,21 +20,35 @@ NEVER = float("-inf")
 
 
 def penalize(
-    logits: Tensor, prompt: Sequence[int], output: Sequence[int], repetition: float, presence: float, frequency: float
+    logits: Tensor,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
 ) -> Tensor:
-    """Make tokens that occurred already less likely. logits: [V]; returns a new [V].
+    """Make tokens that occurred already less likely. logits: [R, V]; returns a new [R, V].
 
+    prompts, outputs: each row's token ids. repetition, presence, frequency: [R] float32.
     repetition (Keskar et al. 2019, arXiv:1909.05858): tokens of prompt or output, once each however often they
     occurred: a positive logit is divided, a negative one multiplied. presence: subtracted once from each token of the
     output. frequency: subtracted for each time it occurred in the output.
     """
-    logits = logits.clone()
-    size = len(logits)
-    seen = torch.tensor([t for t in set(prompt) | set(output) if t < size], dtype=torch.int64, device=logits.device)
-    picked = logits[seen]
-    logits[seen] = torch.where(picked > 0, picked / repetition, picked * repetition)
-    counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=size)[:size].to(logits.device)
-    return logits - presence * (counts > 0) - frequency * counts
+    size = logits.shape[1]
+
+    def places(texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Where these ids are in the flattened logits."""
+        ids = np.fromiter(itertools.chain.from_iterable(texts), np.int64)
+        return np.repeat(np.arange(len(texts)) * size, [len(text) for text in texts]) + ids
+
+    prompt, output = places(prompts), places(outputs)
+    occurred, group = np.unique(np.concatenate((prompt, output)), return_inverse=True)
+    times = np.bincount(group[len(prompt) :], minlength=len(occurred))
+    seen, counts = torch.from_numpy(occurred).to(logits.device), torch.from_numpy(times).to(logits.device)
+    row, old = seen // size, logits.reshape(-1)[seen]
+    new = torch.where(old > 0, old / repetition[row], old * repetition[row])
+    new = new - presence[row] * (counts > 0) - frequency[row] * counts
+    return logits.reshape(-1).index_put((seen,), new).view(logits.shape)
 
 
 def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
@@ -89,51 +105,59 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def top_logprobs(logprobs: Tensor, chosen: int, count: int) -> dict[int, float]:
-    """The chosen token's log probability and those of the `count` likeliest. logprobs: [V]."""
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    found = dict(zip(ids.tolist(), values.tolist(), strict=True))
-    return {chosen: float(logprobs[chosen])} | found
+def top_logprobs(logprobs: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[dict[int, float]]:
+    """For each row the chosen token's log probability and those of the counts[r] likeliest. logprobs: [R, V]."""
+    values, ids = logprobs.topk(min(max(counts), logprobs.shape[1]))
+    own = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device)[:, None])[:, 0]
+    rows = zip(chosen, own.tolist(), ids.tolist(), values.tolist(), counts, strict=True)
+    return [{token: value} | dict(zip(i[:count], v[:count], strict=True)) for token, value, i, v, count in rows]
 
 
-def sample(logits: Tensor, requests: Sequence[Request], seeds: Sequence[int], num_ids: int) -> list[int]:
-    """One token for each row. logits: [R, V] float32, finite. Row r belongs to requests[r] and draws with seeds[r].
+def adjust(logits: Tensor, requests: Sequence[Request], num_ids: int) -> Tensor:
+    """Logits after penalties, and -inf where an id may not be chosen. [R, V]; `logits` itself if nothing changes.
 
-    num_ids: ids from here on exist in the model's matrices but not in the tokenizer; they are never chosen.
+    num_ids: ids from here on exist in the model's matrices but not in the tokenizer. Before min_tokens no id may be
+    chosen that ends the request.
     """
-    changed: dict[int, Tensor] = {}
-    for r, request in enumerate(requests):
-        params = request.params
-        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-            prompt = request.tokens[: request.num_prompt]
-            penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-            changed[r] = penalize(logits[r], prompt, request.output, *penalties)
-        if request.num_output < params.min_tokens and request.stop_ids:
-            ends = torch.tensor(sorted(request.stop_ids), device=logits.device)
-            changed[r] = changed.get(r, logits[r]).index_fill(0, ends, NEVER)
-    if changed or num_ids < logits.shape[1]:
-        logits = logits.clone()
-        logits[:, num_ids:] = NEVER
-    for r, row in changed.items():
-        logits[r, :num_ids] = row[:num_ids]
+    rows = [r for r, request in enumerate(requests) if request.params.has_penalties]
+    ends = [(r, i) for r, one in enumerate(requests) if one.num_output < one.params.min_tokens for i in one.stop_ids]
+    if not rows and not ends and num_ids >= logits.shape[1]:
+        return logits
+    logits = logits.clone()
+    if rows:
+        some = [requests[r] for r in rows]
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        penalties = [_column(some, name, torch.float32, logits.device) for name in names]
+        prompts, outputs = [one.tokens[: one.num_prompt] for one in some], [one.output for one in some]
+        logits[rows] = penalize(logits[rows], prompts, outputs, *penalties)
+    if ends:
+        logits[tuple(torch.tensor(ends, device=logits.device).T)] = NEVER
+    logits[:, num_ids:] = NEVER
+    return logits
+
+
+def _column(requests: Sequence[Request], name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([getattr(one.params, name) for one in requests], dtype=dtype, device=device)
+
+
+def sample(logits: Tensor, requests: Sequence[Request], num_ids: int) -> list[int]:
+    """One token for each row. logits: [R, V] float32, finite. Row r belongs to requests[r]. num_ids: see `adjust`."""
+    logits = adjust(logits, requests, num_ids)
     greedy = logits.argmax(dim=-1)
     drawn = [r for r, request in enumerate(requests) if request.params.temperature > 0]
     if not drawn:
         return greedy.tolist()
-
-    def column(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(requests[r].params, name) for r in drawn], dtype=dtype, device=logits.device)
-
+    some, device = [requests[r] for r in drawn], logits.device
     # Extreme temperatures are clamped: logits / T must stay finite in float32, and nothing else changes.
-    scaled = logits[drawn] / column("temperature", torch.float32).clamp(1e-5, 1e30)[:, None]
-    sizes = [min(requests[r].params.top_k, logits.shape[1]) for r in drawn]
-    top_k = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
-    top_p, min_p = column("top_p", torch.float32), column("min_p", torch.float32)
+    scaled = logits[drawn] / _column(some, "temperature", torch.float32, device).clamp(1e-5, 1e30)[:, None]
+    sizes = [min(one.params.top_k, logits.shape[1]) for one in some]
+    top_k = torch.tensor(sizes, dtype=torch.int64, device=device)
+    top_p, min_p = (_column(some, name, torch.float32, device) for name in ("top_p", "min_p"))
     filters = ((keep_top_k, top_k, top_k > 0), (keep_top_p, top_p, top_p < 1), (keep_min_p, min_p, min_p > 0))
     for keep, values, asked in filters:
         if bool(asked.any()):  # sorting is dear: only the rows that ask for it
             scaled[asked] = keep(scaled[asked], values[asked])
-    positions = torch.tensor([len(requests[r].tokens) for r in drawn], dtype=torch.int64, device=logits.device)
-    keys = torch.tensor([seeds[r] for r in drawn], dtype=torch.int64, device=logits.device)
-    greedy[drawn] = (scaled + gumbel_noise(keys, positions, logits.shape[1])).argmax(dim=-1)
+    positions = torch.tensor([len(one.tokens) for one in some], dtype=torch.int64, device=device)
+    seeds = torch.tensor([one.seed for one in some], dtype=torch.int64, device=device)
+    greedy[drawn] = (scaled + gumbel_noise(seeds, positions, logits.shape[1])).argmax(dim=-1)
     return greedy.tolist()

@@ -248,7 +248,7 @@ def with_graphs(llm: LLM, sizes: tuple[int, ...] = ()) -> list[gpu_runner.Shape]
 
         def replay(self):
             replayed.append(self.shape)
-            runner._compute(self.shape, runner.inputs[self.shape.decode])
+            return runner._compute(self.shape, runner.inputs[self.shape.decode])
 
     if DEVICE == "cpu":
         picked = [shape for shape in shapes if not sizes or shape.tokens in sizes]

@@ -253,15 +253,9 @@ CASES = [
 
 
 def draws_of(requests: list[Request], seeds: list[int]) -> gpu_sampler.Draws:
-    def column(values: list, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-    params = [request.params for request in requests]
-    return gpu_sampler.Draws(
-        column(seeds, torch.int64), column([len(r.tokens) for r in requests], torch.int64),
-        column([p.temperature for p in params], torch.float32), column([p.top_k for p in params], torch.int32),
-        column([p.top_p for p in params], torch.float32), column([p.min_p for p in params], torch.float32),
-    )  # fmt: skip
+    for request, seed in zip(requests, seeds, strict=True):
+        request.seed = seed
+    return gpu_sampler.Draws.of(requests, 1000, DEVICE)
 
 
 @pytest.mark.parametrize("trial", range(4))
@@ -270,9 +264,9 @@ def test_sample_draws_what_the_sampler_draws(draw, trial) -> None:
     logits = draw(len(CASES), size) * 3
     logits = logits.round() if trial % 2 else logits  # many ties
     seeds = [100 * trial + 7 * i + 2**62 * (i % 2) for i in range(len(CASES))]
-    want = sampler.sample(logits.clone(), requests, seeds, num_ids)
-    out = torch.full((len(CASES),), -7, device=DEVICE)
-    gpu_sampler.sample(logits, draws_of(requests, seeds), num_ids, out)
+    draws, out = draws_of(requests, seeds), torch.full((len(CASES),), -7, device=DEVICE)
+    want = sampler.sample(logits.clone(), requests, num_ids)
+    gpu_sampler.sample(logits, draws, num_ids, out)
     assert out.tolist() == want
 
 

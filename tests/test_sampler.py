@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ def request(tokens=(1,), num_prompt: int = 1, stop_ids=(), **params) -> Request:
     return made
 
 
+def sample(logits: torch.Tensor, requests: list[Request], seeds: list[int], num_ids: int) -> list[int]:
+    return sampler.sample(logits, [replace(one, seed=seed) for one, seed in zip(requests, seeds, strict=True)], num_ids)
+
+
+def penalize(logits: torch.Tensor, prompt: list[int], output: list[int], *penalties: float) -> torch.Tensor:
+    return sampler.penalize(logits[None], [prompt], [output], *torch.tensor(penalties)[:, None])[0]
+
+
 def support(logits: torch.Tensor) -> list[list[int]]:
     return [row.isfinite().nonzero().flatten().tolist() for row in logits]
 
@@ -31,8 +40,8 @@ def test_temperature_zero_is_argmax_and_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 9.0]])
     rows = [request(temperature=0), request(temperature=1)]
     for seed in range(20):
-        assert sampler.sample(logits.clone(), rows, [seed, seed], 3)[0] == 1
-    assert sampler.sample(logits, [request(temperature=1e-6)] * 2, [1, 2], 3)[1] == 2
+        assert sample(logits.clone(), rows, [seed, seed], 3)[0] == 1
+    assert sample(logits, [request(temperature=1e-6)] * 2, [1, 2], 3)[1] == 2
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_never_drawn() -> None:
@@ -40,8 +49,8 @@ def test_ids_that_the_tokenizer_does_not_know_are_never_drawn() -> None:
     logits = torch.zeros(1, 96)
     logits[0, 93] = 50.0
     for seed in range(1000):
-        assert sampler.sample(logits.clone(), [request(temperature=1)], [seed], 90)[0] < 90
-    assert sampler.sample(logits.clone(), [request(temperature=0)], [0], 90)[0] < 90
+        assert sample(logits.clone(), [request(temperature=1)], [seed], 90)[0] < 90
+    assert sample(logits.clone(), [request(temperature=0)], [0], 90)[0] < 90
 
 
 @pytest.mark.parametrize("p,kept", [(0.5, [0]), (0.75, [0, 1]), (0.76, [0, 1, 2]), (1.0, [0, 1, 2, 3]), (1e-9, [0])])
@@ -83,14 +92,14 @@ def test_min_p() -> None:
 def test_repetition_penalty() -> None:
     """transformers issue 2302: negative logits were divided too; applied once per occurrence; applied twice."""
     logits = torch.tensor([2.0, -2.0, 1.0, 0.0])
-    out = sampler.penalize(logits, [0, 1], [0, 0], 2.0, 0.0, 0.0)
+    out = penalize(logits, [0, 1], [0, 0], 2.0, 0.0, 0.0)
     assert out.tolist() == [1.0, -4.0, 1.0, 0.0] and logits.tolist() == [2.0, -2.0, 1.0, 0.0]
-    assert torch.equal(sampler.penalize(logits, [0, 1], [0], 1.0, 0.0, 0.0), logits)
+    assert torch.equal(penalize(logits, [0, 1], [0], 1.0, 0.0, 0.0), logits)
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
     """vllm-metal issue 69."""
-    out = sampler.penalize(torch.zeros(4), [0, 0, 1], [1, 2, 2], 1.0, 0.5, 0.25)
+    out = penalize(torch.zeros(4), [0, 0, 1], [1, 2, 2], 1.0, 0.5, 0.25)
     assert out.tolist() == [0.0, -0.75, -1.0, 0.0]
 
 
@@ -185,6 +194,6 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
         request(temperature=0),
         request([1, 2, 3], 1, temperature=1, min_p=0.1, repetition_penalty=1.5, presence_penalty=0.5),
     ]
-    together = sampler.sample(logits.clone(), rows, [1, 2, 3, 4], 50)
-    alone = [sampler.sample(logits[i : i + 1].clone(), [row], [i + 1], 50)[0] for i, row in enumerate(rows)]
+    together = sample(logits.clone(), rows, [1, 2, 3, 4], 50)
+    alone = [sample(logits[i : i + 1].clone(), [row], [i + 1], 50)[0] for i, row in enumerate(rows)]
     assert together == alone

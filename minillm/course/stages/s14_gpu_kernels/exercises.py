@@ -2,6 +2,7 @@
 
 import functools
 import math
+from contextlib import contextmanager
 
 from .interpreted import (
     interpreted,
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from minillm import LLM, SamplingParams, attention, kernels
 from minillm.config import ModelConfig
@@ -36,6 +38,25 @@ def kernel(t, answer):
     fn = interpreted(answer)
     t._files.add(fn.fn.__code__.co_filename)
     return fn
+
+
+@contextmanager
+def undefined_is_nan():
+    """A masked load without `other` leaves its places undefined on a GPU; here they become NaN, not the interpreter's 0."""
+    builder = interpreter.interpreter_builder
+    load = builder.create_masked_load
+
+    def careful(pointers, mask, other, *rest):
+        got = load(pointers, mask, other, *rest)
+        if other is None and np.issubdtype(got.data.dtype, np.floating):
+            got.data = np.where(mask.data.astype(bool), got.data, np.nan).astype(got.data.dtype)
+        return got
+
+    builder.create_masked_load = careful
+    try:
+        yield
+    finally:
+        builder.create_masked_load = load
 
 
 # ---- a tiny engine in the interpreter
@@ -89,7 +110,7 @@ def check_rms_norm(t, answer):
         memory = torch.cat([torch.full((around,), torch.nan), x.flatten().float(), torch.full((around,), torch.nan)])
         memory, result = memory.to(x.dtype), torch.full((x.numel() + 2 * around,), 7.0, dtype=x.dtype)
         inner, out = (m[around : around + x.numel()].view(x.shape) for m in (memory, result))
-        with watch(strict=True, x=memory, weight=weight, out=result):
+        with undefined_is_nan(), watch(strict=True, x=memory, weight=weight, out=result):
             launch(fn, (len(x),), inner, weight, out, size, eps, around, False, guard=False)
         strangers = (result[:around] != 7).sum() + (result[around + x.numel() :] != 7).sum()
         return out.clone(), int(strangers)
@@ -191,8 +212,8 @@ def check_online_softmax(t, answer):
 
     def online_softmax(m, l, scores):
         got = run_online_softmax(fn, m, l, scores)
-        # what may be anything: the largest of no scores, and the factor for a sum that is still 0
-        got["m"] = torch.where((got["l"] == 0) & ~got["m"].isnan(), NEVER, got["m"])
+        # what is free: how far below all scores the largest of no scores is, and the factor for a sum that is still 0
+        got["m"] = torch.where(got["m"] <= -1e20, NEVER, got["m"])
         got["shrink"] = torch.where((l == 0) & got["shrink"].isfinite(), 0.0, got["shrink"])
         return got
 
@@ -483,8 +504,9 @@ def check_pad_rows(t, answer):
         return {name: torch.from_numpy(array[:padded].copy()) for name, array in fields.items()}
 
     def pad_rows(fields, count, padded, spare_slot):
+        memory = dict(fields)  # the graph reads these arrays, whatever the dictionary holds afterwards
         answer(fields, count, padded, spare_slot)
-        return rows(fields, padded)  # rows from `padded` on are not used in this step
+        return rows(memory, padded)  # rows from `padded` on are not used in this step
 
     def case(size, count, padded, spare_slot, note, names=every):
         want = rows(stale(size, names), padded)
@@ -511,6 +533,11 @@ def pad_some(fields, count, padded, spare_slot):
     for name, value in (("slots", spare_slot), ("lengths", 0), ("counts", 0)):
         if name in fields:
             fields[name][count:padded] = value
+
+
+def pad_slots_only(fields, count, padded, spare_slot):
+    if "slots" in fields:
+        fields["slots"][count:padded] = spare_slot
 
 
 def pad_repeat(fields, count, padded, spare_slot):
@@ -552,7 +579,7 @@ class Replay:
         self.runner, self.shape = runner, shape
 
     def replay(self):
-        self.runner._compute(self.shape, self.runner.inputs[self.shape.decode])
+        return self.runner._compute(self.shape, self.runner.inputs[self.shape.decode])
 
 
 def graphed_llm(size=4):
@@ -641,7 +668,7 @@ def decode_mutant(old, new):
 def run_decode(fn, q, keys, values, tables, lengths, page, tile=8):
     """Launch a decode kernel: out [N, heads, D], and what was read."""
     out, (count, heads, dim), kv_heads = torch.full_like(q, torch.nan), q.shape, keys.shape[1]
-    with watch(keys=keys, values=values) as seen:
+    with undefined_is_nan(), watch(keys=keys, values=values) as seen:
         launch(fn, (count, kv_heads), q, keys, values, out, tables, lengths, dim**-0.5, tables.shape[1],
                kv_heads, heads // kv_heads, dim, page, tile, 16)  # fmt: skip
     return out, seen
@@ -653,12 +680,13 @@ def check_decode_attention(t, answer):
     def decode_attention(q, keys, values, tables, lengths, page, tile):
         return run_decode(fn, q, keys, values, tables, lengths, page, tile)
 
-    def case(lengths, kv_heads, share, dim, page, tile, note, loud=1.0):
+    def case(lengths, kv_heads, share, dim, page, tile, note, loud=1.0, old=torch.nan):
         g = t.rng(sum(lengths) + dim)
         pages = [-(-n // page) for n in lengths]
         order = (torch.randperm(sum(pages), generator=g) + 1).tolist()
         tables = torch.full((len(lengths), max(pages)), 0, dtype=torch.int32)
-        keys, values = torch.full((2, (sum(pages) + 1) * page, kv_heads, dim), torch.nan)
+        keys, values = torch.full((2, (sum(pages) + 1) * page, kv_heads, dim), old)
+        last = []  # rows of the sequences' last keys
         q, want = torch.randn(len(lengths), kv_heads * share, dim, generator=g) * loud, []
         for i, n in enumerate(lengths):
             own = [order.pop() for _ in range(pages[i])]
@@ -667,6 +695,7 @@ def check_decode_attention(t, answer):
             for p in range(n):
                 slot = own[p // page] * page + p % page
                 keys[slot], values[slot] = k[p], v[p]
+            last += [slot * kv_heads + h for h in range(kv_heads)]
             for h in range(kv_heads * share):  # the oracle: one head at a time, its keys in order
                 weights = torch.softmax(k[:, h // share].double() @ q[i, h].double() * dim**-0.5, 0)
                 want.append(weights @ v[:, h // share].double())
@@ -678,17 +707,22 @@ def check_decode_attention(t, answer):
             return
         out, seen = got
         t.equal(out, torch.stack(want).float().view(q.shape), f"out of {call}", note=note, tol=1e-4)
-        rows, needed = len(seen.elements("keys")) // dim, sum(lengths) * kv_heads
-        t.true(rows <= needed, f"each key is read once for all heads that share it: {needed} rows", call=call, got=rows,
-               note="keys read (counted in the interpreter)")  # fmt: skip
+        # the last key may be read again where none is left (the engine does that); every other one is read once
+        for name in ("keys", "values"):
+            often = np.bincount(seen.elements(name) // dim, minlength=len(keys) * kv_heads) // dim
+            often[last] = np.minimum(often[last], 1)
+            rows, needed = int(often.sum()), sum(lengths) * kv_heads
+            t.true(rows <= needed, f"each one is read once for all heads that share it: {needed} rows", call=call, got=rows,
+                   note=f"rows of {name} read (counted in the interpreter)")  # fmt: skip
 
-    case((3,), 1, 1, 4, 4, 4, "one sequence of 3 tokens, one head, one tile that is not full")
+    case((3,), 1, 1, 8, 4, 4, "one sequence of 3 tokens, one head, one tile that is not full")
     case((8,), 1, 1, 8, 4, 4, "two full tiles")
-    case((11,), 1, 1, 4, 4, 4, "three tiles, the last not full; louder scores", loud=4.0)
+    case((11,), 1, 1, 8, 4, 4, "three tiles, the last not full; louder scores", loud=4.0)
     case((5, 1), 2, 1, 4, 2, 4, "two sequences, two KV heads; slots that are nobody's hold NaN")
     case((6,), 1, 3, 4, 4, 8, "three heads share one KV head")
     case((13, 4, 9), 2, 3, 8, 4, 8, "three sequences, six heads that share two KV heads, tiles of two pages", loud=2.0)
     case((7, 10), 3, 2, 4, 8, 4, "a page holds two tiles", loud=2.0)
+    case((5, 3), 1, 2, 4, 4, 8, "behind the last key lie an older request's numbers", old=0.5)
 
 
 def decode_per_head(
@@ -789,11 +823,12 @@ EXERCISES = [
         difficulty=1,
         statement="""
             RMSNorm divides each row by the root of its mean square (plus `eps`) and multiplies by a weight. Operator by operator
-            that is six kernels. Write it as one: each program takes one row, reads it once, and writes it once.
+            that is six kernels, each reading and writing whole rows. Write it as one: each program takes one row from load to store.
 
             What is there: `row`, this program's number; `column`, 0 to SIZE - 1; `inside`, which columns exist; `w`, the weight in
             float32. **Write the rest:** load the row, scale it, store it. `x`, `weight` and `out` are pointers, so
-            `tl.load(pointer + numbers, mask, other)` takes a whole array of places. Row r begins at `r * size`. `SIZE` is `size`
+            `tl.load(pointer + numbers, mask, other)` takes a whole array of places; where the mask is False it gives `other`, and
+            without `other` anything. Row r begins at `r * size`. `SIZE` is `size`
             rounded up to a power of two, because a tile must be one. Compute in float32, store as `out.dtype.element_ty`. You need
             `tl.sum(values)`, `tl.rsqrt(x)` (1 / root) and `tl.store(addresses, values, mask)`. (The two lines with `PDL` are for a GPU; here they do nothing.)
 
@@ -908,6 +943,40 @@ EXERCISES = [
                 "Every program reads row 0. Use `row`, the program's number.",
                 "a kernel written for one row",
             ),
+            Mutant(
+                "no_other",
+                edited(RMS, RMS_LOAD, "tl.load(x + row * size + column, inside).to(tl.float32)"),
+                "A load with a mask but no third argument: on a GPU, what is masked away may be anything, and you sum it. Give it 0.0.",
+                "a common slip; the interpreter gives 0 there, so it shows only on a GPU (the check puts NaN)",
+            ),
+            Mutant(
+                "store_first_row",
+                edited(RMS, "tl.store(out + row * size + column", "tl.store(out + column"),
+                "Every program writes row 0. The store needs `row * size` as well.",
+                "half of the pointer arithmetic",
+            ),
+            Mutant(
+                "not_stored",
+                edited(RMS, "tl.store(out + row * size + column, " + RMS_STORE, "pass"),
+                "Nothing is written to `out`. A kernel returns nothing: tl.store the result.",
+                "return instead of a store",
+            ),
+            Mutant(
+                "one_plus_weight",
+                edited(RMS, "/ size + eps) * w", "/ size + eps) * (1.0 + w)"),
+                "You multiply by 1 + w. Gemma does that; this norm multiplies by w.",
+                "Gemma's RMSNorm remembered",
+            ),
+            Mutant(
+                "SIZE_everywhere",
+                edited(
+                    RMS,
+                    RMS_LOAD,
+                    "tl.load(x + row * SIZE + column, inside, 0.0).to(tl.float32)\n    out += row * (SIZE - size)",
+                ),
+                "Rows lie `size` apart in memory, in x and in out. SIZE is only how wide your tile is.",
+                "a common slip",
+            ),
         ),
         variant=rms_variant,
         scratch="""
@@ -940,7 +1009,7 @@ EXERCISES = [
             l = 1.75 / 4 + 1.5 = **1.9375**.
 
             A row may have seen nothing yet, and see nothing in this tile (a sliding window does that). Then the weights and l are
-            0. They must not be NaN.
+            0 and m stays -inf. Nothing may be NaN.
         """,
         hints=(
             "Stage 03 had the same in torch. Each row's new m is the larger of two things. What does everything older have to be "
@@ -988,6 +1057,31 @@ EXERCISES = [
                 edited(SOFTMAX, 'tl.where(new_m == float("-inf"), 0.0, new_m)', "new_m"),
                 "When nothing has been seen, -inf - (-inf) is NaN. Subtract a finite number where the new m is -inf.",
                 "flashinfer-ai/flashinfer#4401: rows whose every key is masked",
+            ),
+            Mutant(
+                "base_returned",
+                edited(SOFTMAX, "return new_m,", "return base,"),
+                "You return the finite stand-in, 0, as the new m. It is for the subtraction only: after it, scores of -200 would all "
+                "get the weight 0. m stays -inf until a key is seen.",
+                "the guard carried too far",
+            ),
+            Mutant(
+                "old_base",
+                edited(SOFTMAX, "scores - base[:, None]", 'scores - tl.where(m == float("-inf"), 0.0, m)[:, None]'),
+                "The weights are relative to the old m. Subtract the new one: m first, then the weights.",
+                "the update in the wrong order",
+            ),
+            Mutant(
+                "order",
+                edited(SOFTMAX, "weights, 1), weights, shrink", "weights, 1), shrink, weights"),
+                "One of the four has the wrong shape. In this order: m [R], l [R], weights [R, C], shrink [R]; the sum over keys goes along axis 1.",
+                "results exchanged, or an axis",
+            ),
+            Mutant(
+                "three_results",
+                edited(SOFTMAX, "weights, 1), weights, shrink", "weights, 1), weights"),
+                "Return four things: m, l, weights, shrink. The kernel needs shrink for acc.",
+                "a common slip",
             ),
             Mutant(
                 "shrink_nan",
@@ -1151,6 +1245,41 @@ EXERCISES = [
                 "the stride of a head forgotten",
             ),
             Mutant(
+                "slot_only",
+                edited(ROWS, ROWS_RESULT, "page * PAGE + key % PAGE"),
+                "That is the slot. Each slot holds KV_HEADS rows: multiply by KV_HEADS and add g.",
+                "slots_for copied from stage 04",
+            ),
+            Mutant(
+                "brackets",
+                edited(ROWS, ROWS_RESULT, "page * PAGE + key % PAGE * KV_HEADS + g"),
+                "Only the offset is multiplied by KV_HEADS. The whole slot must be: brackets around page * PAGE + offset.",
+                "a common slip",
+            ),
+            Mutant(
+                "exchanged",
+                edited(
+                    ROWS,
+                    "    page = " + ROWS_LOAD + "\n    return " + ROWS_RESULT,
+                    "    page = tl.load(table + key % PAGE, inside, 0).to(tl.int64)\n"
+                    "    return (page * PAGE + key // PAGE) * KV_HEADS + g",
+                ),
+                "// and % are exchanged, both times. Quotient: which page; remainder: where in it.",
+                "// and % exchanged",
+            ),
+            Mutant(
+                "divided",
+                edited(ROWS, "table + key // PAGE", "table + key / PAGE"),
+                "`/` makes a float, and an address plus a float is no address. Divide with `//`.",
+                "a common slip",
+            ),
+            Mutant(
+                "subscript",
+                edited(ROWS, ROWS_LOAD, "table[key // PAGE]"),
+                "table is a pointer, not an array: no [ ]. tl.load(table + number, mask, other) reads it.",
+                "Python habits",
+            ),
+            Mutant(
                 "head_first",
                 edited(ROWS, ROWS_RESULT, "(page * KV_HEADS + g) * PAGE + key % PAGE"),
                 "That is the layout page, head, slot (FlashInfer's HND). Ours is page, slot, head.",
@@ -1284,6 +1413,24 @@ EXERCISES = [
                 "flashinfer-ai/flashinfer#2883 (NaN in padded output)",
             ),
             Mutant(
+                "zero_at_least",
+                edited(MERGE, 'tl.where(top == float("-inf"), 0.0, top)', "tl.maximum(top, 0.0)"),
+                "You subtract 0 whenever the largest lse is below 0. It may be -500: replace it only if it is -inf.",
+                "the guard carried too far",
+            ),
+            Mutant(
+                "wrong_axis",
+                edited(MERGE, "tl.sum(each * weights[:, None], 0)", "tl.sum(each * weights[:, None], 1)"),
+                "You add up each part's own numbers. The sum goes over the parts: axis 0.",
+                "an axis mixed up",
+            ),
+            Mutant(
+                "not_spread",
+                edited(MERGE, "each * weights[:, None]", "each * weights"),
+                "each is [S, D] and the weights are [S]: without [:, None] they multiply the columns, not the rows.",
+                "broadcasting goes to the last axis",
+            ),
+            Mutant(
                 "empty_counts",
                 edited(
                     MERGE,
@@ -1318,10 +1465,10 @@ EXERCISES = [
             Make the rows from `count` to `padded` harmless, **in place**. `fields` is a dictionary of numpy arrays, some of the
             input's (those of its tokens, or of its sequences, ...); `HARMLESS` says for each name what a padding row gets. One value
             depends on the cache: a padding row's `slots` is `spare_slot`, a place that no request owns. Leave the rows of the
-            requests alone.
+            requests alone. (Rows from `padded` on are not in this graph: what you leave there does not matter.)
 
             Worked example: count 1, padded 3, spare slot 64. `slots` was `[7, 12, 3, 9]` and becomes `[7, 64, 64, 9]`; `lengths` was
-            `[5, 8, 2, 2]` and becomes `[5, 0, 0, 2]`; `sources` gets -1, and so on.
+            `[5, 8, 2, 2]` and becomes `[5, 0, 0, 2]`; `sources` gets -1, and so on. `HARMLESS` has all the others: print it.
         """,
         hints=(
             "What does the row do? It writes a key and a value to its slot, reads a context of `lengths` tokens, and may take its token "
@@ -1370,6 +1517,36 @@ EXERCISES = [
                 edited(PAD, "else HARMLESS[name]", 'else 0 if name == "sources" else HARMLESS[name]'),
                 "Source 0 means: take the token of row 0 of the step before. No source is -1.",
                 "0 as 'nothing'",
+            ),
+            Mutant(
+                "slots_only",
+                pad_slots_only,
+                "Only `slots` is set. The old length, counts and sources still act: set every array, from HARMLESS.",
+                "the first half of the problem",
+            ),
+            Mutant(
+                "neighbour",
+                edited(PAD, "else HARMLESS[name]", "else array[count - 1]"),
+                "The slot is right, but the rest is copied from the last request: its context would be read again. Take HARMLESS[name].",
+                "np.pad with mode 'edge', repaired for slots",
+            ),
+            Mutant(
+                "by_hand",
+                edited(PAD, "else HARMLESS[name]", 'else -1 if name == "sources" else 0'),
+                "0 is not harmless everywhere: look at tile_firsts and top_ps. Take HARMLESS[name].",
+                "zeros as a habit",
+            ),
+            Mutant(
+                "all_spare",
+                edited(PAD, 'spare_slot if name == "slots" else HARMLESS[name]', "spare_slot"),
+                "spare_slot is a place in the cache. It belongs into `slots` only; the others get HARMLESS[name].",
+                "a common slip",
+            ),
+            Mutant(
+                "begins_late",
+                edited(PAD, "[count:padded]", "[count + 1 : padded]"),
+                "Row `count` itself is padding: the requests are the rows 0 to count - 1.",
+                "an off-by-one",
             ),
             Mutant(
                 "one_row",
@@ -1439,7 +1616,8 @@ EXERCISES = [
             `kernels.online_softmax(m, l, scores)`; and acc. (Or call your own two functions: they are in this notebook.)
 
             Worked example: 11 tokens, TILE 4, PAGE 2. Three turns, for the positions 0 to 3, 4 to 7, and **8 to 10**: the last key of
-            the last tile is not there. Its slot may hold NaN, so it is not loaded, and its score is -inf.
+            the last tile is not there. Its slot may hold NaN, so it is not loaded (or the last real key instead of it), and its
+            score is -inf.
 
             Write it as a plain function; the check puts `@triton.jit` on it. The check also counts: reading a key once for *each*
             query head gives the right result and fails.
@@ -1460,7 +1638,8 @@ EXERCISES = [
             Rows are padded to 16 because the matrix units take at least 16 rows; with one query per head most of them are empty, and it does
             not matter: the kernel waits for memory, not for arithmetic.
 
-            Also right: walk page by page, with tiles as large as a page. In vLLM: `kernel_unified_attention_2d` (Triton), in FlashInfer
+            Also right: walk page by page, with tiles as large as a page; or read the last key again where none is left, so that no load
+            needs a mask (the engine does that). In vLLM: `kernel_unified_attention_2d` (Triton), in FlashInfer
             `BatchDecodeWithPagedKVCacheWrapper`, in llama.cpp the `fattn-vec` and `fattn-mma` kernels.
         """,
         check=check_decode_attention,
@@ -1485,6 +1664,79 @@ EXERCISES = [
                 decode_mutant("tl.load(values + place, inside[:, None], 0.0)", "tl.load(values + place)"),
                 "You load values that are not there. Their weight is 0, but 0 times NaN is NaN: mask the load.",
                 "flashinfer-ai/flashinfer#2883 (NaN in padding)",
+            ),
+            Mutant(
+                "values_undefined",
+                decode_mutant(
+                    "tl.load(values + place, inside[:, None], 0.0)", "tl.load(values + place, inside[:, None])"
+                ),
+                "The values' load has a mask but no third argument: on a GPU the masked places may be anything, NaN too. Give it 0.0.",
+                "shows only on a GPU (the check puts NaN there)",
+            ),
+            Mutant(
+                "one_too_many",
+                decode_mutant("inside = key < length", "inside = key <= length"),
+                "`inside` lets one key too many in: the positions are 0 to length - 1.",
+                "an off-by-one",
+            ),
+            Mutant(
+                "row_for_place",
+                decode_mutant("PAGE, KV_HEADS)[:, None] * DIM + d", "PAGE, KV_HEADS)[:, None] + d"),
+                "A row is not yet a place in memory: a row has DIM numbers, so row r begins at r * DIM.",
+                "pointer arithmetic counts elements",
+            ),
+            Mutant(
+                "mask_upside_down",
+                decode_mutant(
+                    'tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k)), float("-inf"))',
+                    'tl.where(inside[None, :], float("-inf"), tl.dot(q_tile, tl.trans(k)))',
+                ),
+                "tl.where(condition, then, else): yours gives -inf to the keys that are there.",
+                "a common slip",
+            ),
+            Mutant(
+                "not_transposed",
+                decode_mutant("tl.trans(k)", "k"),
+                "q_tile is [ROWS, DIM] and k is [TILE, DIM]: turn k over, tl.trans(k), for scores [ROWS, TILE].",
+                "a common slip",
+            ),
+            Mutant(
+                "scaled_twice",
+                decode_mutant("tl.dot(q_tile, tl.trans(k)), float", "tl.dot(q_tile, tl.trans(k)) * scale, float"),
+                "The scores are scaled twice: q_tile has the scale already.",
+                "a common slip",
+            ),
+            Mutant(
+                "divided_early",
+                decode_mutant("tl.dot(weights, v)\n", "tl.dot(weights, v)\n        acc = acc / l[:, None]\n"),
+                "You divide by l in every turn. It is done once, after the loop: the store does it.",
+                "softmax called per tile",
+            ),
+            Mutant(
+                "all_shrunk",
+                decode_mutant(
+                    "acc * shrink[:, None] + tl.dot(weights, v)", "(acc + tl.dot(weights, v)) * shrink[:, None]"
+                ),
+                "You shrink the new products too. Their weights are relative to the new m already; only the old acc shrinks.",
+                "a common slip",
+            ),
+            Mutant(
+                "values_for_keys",
+                decode_mutant("tl.load(keys + place", "tl.load(values + place"),
+                "The scores come from q times keys. You multiply by the values.",
+                "copy and paste",
+            ),
+            Mutant(
+                "step_of_a_page",
+                decode_mutant("range(0, length, TILE)", "range(0, length, PAGE)"),
+                "The loop's step is TILE: a tile need not be a page. With another step keys are read twice, or left out.",
+                "kernels that take a tile for a page",
+            ),
+            Mutant(
+                "nothing_kept",
+                decode_mutant("m, l, weights, shrink = kernels", "_, _, weights, shrink = kernels"),
+                "You do not keep the new m and l: l stays 0, and the store divides by it.",
+                "a common slip",
             ),
             Mutant(
                 "acc_not_rescaled",

@@ -9,8 +9,8 @@
 # graph, fusion, split-KV and overlap each bring, and where their traps are.
 #
 # *40 minutes. You need stages 03 (online softmax) and 04 (block tables). **No GPU needed:** the kernels run here in Triton's
-# interpreter, slowly but exactly. What only a GPU can show comes from measured runs (benchmarks/README.md); from one to the
-# next, figures differ by up to a fifth.*
+# interpreter, slowly but exactly. What only a GPU can show was measured on one (benchmarks/README.md); another run may differ
+# by a fifth.*
 
 # %%
 import os
@@ -48,6 +48,7 @@ gpu
 # ## The limit, by hand
 #
 # To write one token, a decode step reads every weight once (stage 01). Nothing can be faster than bytes divided by bandwidth.
+# Beside that limit, measured: plain PyTorch (Hugging Face's transformers, "eager": operator by operator), and this engine.
 
 # %%
 SHAPES = {
@@ -59,12 +60,13 @@ print(f"{gpu.name}, one user, bfloat16, context 256; tokens per second")
 print(f"{'':<14}{'bytes a step':>14}{'the limit':>12}{'transformers, eager':>21}{'minillm':>10}")
 for name, config in SHAPES.items():
     eager = gpu.get("tokens_per_second", name, "eager", engine="transformers")
+    shown = "not measured" if np.isnan(eager) else f"{eager:,.0f}"
     print(
         f"{name:<14}{roofline.step_bytes(config, [256], 2, 2) / 1e9:>11.2f} GB{1 / floor[name]:>12,.0f}"
-        f"{eager:>21,.0f}{gpu.get('tokens_per_second', name):>10,.0f}"
+        f"{shown:>21}{gpu.get('tokens_per_second', name):>10,.0f}"
     )
 share = gpu.get("tokens_per_second", SMALL, "eager", engine="transformers") * floor[SMALL]
-print(f"\nof what the bandwidth allows, eager PyTorch gets {share:.1%} with the small model (nan: not measured)")
+print(f"\nof what the bandwidth allows, eager PyTorch gets {share:.1%} with the small model")
 
 # %% [markdown]
 # Where is the rest?
@@ -83,8 +85,8 @@ predict("14.large", None, "times", question)
 # %% [markdown]
 # ## What a step is made of
 #
-# On a GPU each PyTorch operator is at least one *kernel*: a function that the CPU launches and the GPU runs. Counting needs no GPU. We let the plain
-# engine do one decode step, and count the operators that compute something (views are free).
+# On a GPU each PyTorch operator is at least one *kernel*: a function that the CPU launches and the GPU runs. We let the plain engine
+# do one decode step here, and count the operators that compute something (views are free).
 
 # %%
 prompt = llm.tokenizer.encode("The keeper of the lighthouse")
@@ -100,10 +102,10 @@ while llm.scheduler.running:
     llm.step()
 
 # %% [markdown]
-# Most of them touch a few kilobytes: a row of 576 numbers. The GPU is done with such a kernel in a few microseconds. But Python needs longer than
-# that to *launch* one. So the GPU waits for the CPU, again and again. That is **launch-bound**.
+# Most of them touch a few kilobytes: a row of 576 numbers. A GPU is done with that in a few microseconds, but Python needs longer
+# than that to *launch* it. So the GPU waits for the CPU, again and again. The model is **launch-bound**.
 #
-# Here is a measured step, to scale: our engine with its own kernels (so there are fewer of them), launched one by one, and as a graph.
+# Here is a measured step, to scale: our engine (its own kernels are fewer), launched one by one, and all of them with one launch.
 
 # %%
 step, busy, count = {}, {}, {}
@@ -156,8 +158,9 @@ if gpu.found:
 # %% [markdown]
 # ## Rung 1: one launch for all
 #
-# A **CUDA graph** records a step's kernels once, with their addresses, and replays them with one call. The kernels are the same. What does it bring?
-# Without graphs a kernel ends every *launch* or every *kernel*, whichever is longer.
+# A **CUDA graph** records a step's kernels once, with the addresses they work on, and replays all of them with one call. (They are
+# the same kernels. That they work a little less in the graph is rung 6.) Without it, a kernel takes as long as its *launch* or as
+# its *work*, whichever is longer. So what does a graph bring?
 
 # %%
 print(f"{gpu.name}, microseconds")
@@ -173,12 +176,13 @@ for key, name in (("14.small", SMALL), ("14.large", LARGE)):
     compare(key, step[name, "no graphs"] / step[name, ""], "times")
 
 # %% [markdown]
-# Same machine, same trick, two very different results. A launch costs about the same for both models (tens of microseconds; most of that is Python, and varies with what else the CPU does). What differs is what it is
-# compared with: the large model's kernels each read tens of megabytes, so they last longer. **Ask what is waiting for what, before you optimise.** A token takes about
+# Same GPU, same trick, two very different results. A launch costs about the same for both models: tens of microseconds, most of
+# them Python. But each kernel of the large model reads tens of megabytes and lasts longer, so there is less waiting to remove.
+# **Ask what is waiting for what, before you optimise.** A token takes about
 #
 # *max( kernels × launch, kernels × (start + end) + bytes / bandwidth )*
 #
-# Take the two costs of a kernel from the small model, and predict the large one:
+# where start + end is what a kernel costs besides its bytes. Take both costs from the small model, and predict the large one:
 
 # %%
 launch_us = step[SMALL, "no graphs"] / count[SMALL, "no graphs"]
@@ -191,20 +195,19 @@ for mode, us in (
     print(f"{LARGE}, {mode or 'as a graph':<11} predicted {us:8,.0f} us, measured {step[LARGE, mode]:8,.0f} us")
 
 # %% [markdown]
-# Most rungs below attack one of these terms.
-#
 # ## What a kernel looks like
 #
-# Triton kernels are Python functions about *tiles*. A launch starts many copies, called *programs*; each asks for its number, loads a tile of numbers, computes,
-# and stores. `x` is an address and `x + column` an array of addresses: `tl.load(addresses, mask, other)` reads them and gives `other` where the mask is False.
-# `tl.constexpr` arguments are fixed when the kernel is compiled. (Two lines say PDL: they wait for rung 6.)
+# Most rungs below attack one of these terms, so now to the kernels. In Triton they are Python functions about *tiles*. A launch starts
+# many copies, called *programs*; each asks for its number, loads a tile of numbers, computes, and stores. `x` is an address and
+# `x + column` an array of addresses: `tl.load(addresses, mask, other)` reads them and gives `other` where the mask is False.
+# `tl.constexpr` arguments are fixed when the kernel is compiled. (Two lines say PDL: rung 6.)
 
 # %%
 show_source(kernels._rms_norm)
 
 # %% [markdown]
-# A tile's size must be a power of two, and a row of 6 is not. So the tile has 8 places, and `inside` says which are real. Without that mask the last
-# two would be read from the next row, or from nobody's memory. We run it on two rows and watch what each program touches:
+# A tile's size must be a power of two, and a row of 6 is not. So the tile has 8 places, and `inside` says which are real. Without that
+# mask the last two would be read from the next row, or from nobody's memory. We run it on two rows and watch what each program touches:
 
 # %%
 x, weight, out = torch.randn(2, 6), torch.ones(6), torch.empty(2, 6)
@@ -218,9 +221,10 @@ print("right:", torch.allclose(out, torch.nn.functional.rms_norm(x, (6,), weight
 # %% [markdown]
 # ## Rung 2: fewer kernels
 #
-# Operator by operator, RMSNorm is six kernels, and each writes a row only for the next one to read it back. **Fused**, it is one: load, compute in
-# registers, store. With one row even the products do norm, activation and residual on the way (`_matvec`; with more rows they are cuBLAS's, NVIDIA's library). The engine has ten kernels in all. Does the whole real model run on them? It does, even here. (Attention, norms, rotation, cache and
-# sampling are GPU kernels in the interpreter; the large products stay PyTorch's.)
+# Written out, RMSNorm is six operators, and each writes a row only for the next one to read it back. **Fused**, it is one kernel:
+# load, compute in registers (the processor's own small memory), store. PyTorch has fused this one by now, but not rotation,
+# activation, cache or sampling. With one row even the products take norm, activation and residual along. Does the real model run
+# on such kernels? It does, even here (only the large products stay PyTorch's):
 
 # %%
 for module in llm.model.modules():  # the GPU path wants plain weights, not the CPU's packed ones
@@ -242,19 +246,19 @@ print(
     f"\none decode step: {len(names)} launches of our kernels + {products} products = {len(names) + products}; plain: {operators}"
 )
 print("   " + ", ".join(f"{names.count(name)} {name[1:]}" for name in sorted(set(names), key=names.index)))
+norms, activations, merges = names.count("_rms_norm"), names.count("_swiglu"), llm.config.num_layers
 print(
-    f"on {gpu.name}, with {names.count('_rms_norm')} norms and {names.count('_swiglu')} activations inside the products, and "
-    f"{llm.config.num_layers} merges of rung 4: {gpu.get('kernels_per_step', SMALL):.0f} kernels (measured)"
+    f"on a GPU {norms} norms and {activations} activations go into the products, and rung 4 adds {merges} merges: "
+    f"{len(names) + products - norms - activations + merges} kernels; {gpu.get('kernels_per_step', SMALL):.0f} measured on {gpu.name}"
 )
 
 # %% [markdown]
-# Same text, a fraction of the launches. Every kernel also has a start and an end in which the GPU is not full. That is why fusion helps
-# even inside a graph.
+# Same text, a fraction of the launches. Each kernel's start and end is saved too, so fusion helps even inside a graph.
 #
 # ## Rung 3: attention that reads each key once
 #
-# Now the kernel that this stage is about. One program serves one sequence and one **KV head**. It walks over the context in tiles of keys. For each tile it asks the block table where
-# the keys lie, loads them, and feeds an online softmax. No scores are ever stored, nothing is gathered. The pieces, and the loop that calls them:
+# Now the kernel that this stage is about. One program serves one sequence and one **KV head**. It walks over the context in tiles of
+# keys: asks the block table where they lie, loads them, and feeds an online softmax. No scores are stored, nothing is gathered.
 
 # %%
 show_source(kernels.cache_rows)
@@ -269,11 +273,13 @@ show_source(kernels.online_softmax)
 # 4. `m, l, weights, shrink = online_softmax(m, l, scores)`
 # 5. `acc = acc · shrink + weights · v`; after the last tile the result is `acc / l`
 #
-# Base 2, because a GPU has an instruction for it. exp2(-inf) is exactly 0. At the end of a context the last key is read again instead of masking the load, and gets the score -inf. The NaN trap of stage 03 is here too; you meet it in 14.2.
+# Base 2, because a GPU has an instruction for it; exp2(-inf) is exactly 0. Where a context ends inside a tile, the engine loads the
+# last key again and gives it the score -inf, so that no load needs a mask. The NaN trap of stage 03 is here too: exercise 14.2.
 #
 # ### One program, tile by tile
 #
-# Step through a real run: a sequence of 21 tokens in pages of 4, tiles of 8 keys. Every coloured slot was recorded while the kernel loaded it. On the right, m and l of query head 0: where m grows, l shrinks before it is added to.
+# Step through a real run of the kernel of exercise 14.6: 21 tokens in pages of 4, tiles of 8 keys. Every coloured slot was recorded
+# while it was loaded. On the right, m and l of query head 0: where m grows, l shrinks before it is added to.
 
 # %%
 PAGE, LENGTH, TABLE = 4, 21, [9, 2, 6, 0, 11, 4]
@@ -347,7 +353,8 @@ stepper(draw_tile, len(tiles_read), captions, size=(7.4, 2.3), still=[0, 1, len(
 #
 # ### Why one program per KV head
 #
-# SmolLM2 has 9 query heads that share 3 KV heads. Reading keys and values for each *query* head is the obvious choice, and many small engines make it. We count what both ask for:
+# SmolLM2 has 9 query heads that share 3 KV heads. To read keys and values for each *query* head is the obvious choice. We count what
+# both ask for:
 
 # %%
 q9, (k3, v3) = torch.randn(1, 9, 64), torch.randn(2, 512, 3, 64)
@@ -364,13 +371,14 @@ for title, run in (("one query head at a time", apart), ("heads that share are o
     )
 
 # %% [markdown]
-# The heads of a group become rows of one tile (`fold_heads` of stage 03, inside a kernel), padded to the 16 rows that a matrix unit wants. That some are empty does not matter: the kernel waits for
-# bytes, not for arithmetic. (The engine asks for 8: with an 8-bit cache, which has to be unpacked, fewer registers are faster.)
+# The heads of a group become rows of one tile (`fold_heads` of stage 03, inside a kernel), padded to the rows that a matrix unit
+# wants. That some are empty does not matter: the kernel waits for bytes, not for arithmetic.
 #
 # ## Rung 4: more programs than one
 #
-# A GPU has over a hundred multiprocessors, and each can run several programs; the engine wants four. One request of SmolLM2 has three (KV heads). So a context is cut into parts, each part is a program, and a second small kernel merges the
-# results (**split-KV**; Flash-Decoding, Dao et al. 2023):
+# A GPU has over a hundred multiprocessors, each with room for several programs; the engine wants four on each. One request of SmolLM2
+# has three programs, one for each KV head. So a context is cut into parts, each part is a program, and a second small kernel merges
+# the results (**split-KV**; Flash-Decoding, Dao et al. 2023):
 
 # %%
 print("requests    programs   parts    programs with split-KV    (132 multiprocessors, 4 programs each: 528)")
@@ -394,12 +402,14 @@ for name in SHAPES:
     print(f"   {name:<14}{1e3 * gpu.get('tpot', name, 'no split-KV'):7.3f} ms{1e3 * gpu.get('tpot', name):7.3f} ms")
 
 # %% [markdown]
-# A part of a softmax is not an average: each part reports its log-sum-exp, and the merge weighs by it. There are at most 16 parts, and a part is at least one tile of 64 keys: at 256 tokens only four have work. An *empty* part reports -inf. You write the merge.
+# The merge is not a plain average. Each part also reports `lse`, log2 of its sum of exp2(scores), and counts for as much; an *empty*
+# part reports -inf. (A part is at least one tile of 64 keys: at 256 tokens only four have work.)
 #
 # ## The price of graphs: padding
 #
-# A graph has a fixed number of rows. Three requests run in a graph of four, and **the fourth row is computed as well**, with whatever its buffers hold. It writes a key *somewhere*. `spare_slot` is a place that no request
-# owns. Let us forget it. No GPU needed: we replay all rows, as a graph does.
+# A graph has a fixed number of rows. Three requests run in a graph of four, and **the fourth row is computed as well**, with whatever
+# its buffers hold. It writes a key *somewhere*. `spare_slot` is a place that no request owns. Let us forget it, and replay all rows as
+# a graph does:
 
 # %%
 show_source(gpu_runner.pad_rows)
@@ -419,41 +429,44 @@ for i, (a, b) in enumerate(zip(right, wrong, strict=True)):
     print(f"request {i}: right {a!s:<34} with zeros {b!s:<34}{'' if a == b else '<- another text'}")
 
 # %% [markdown]
-# Zeros are not harmless. Slot 0 belongs to somebody, and the padding row wrote its key there in every step. No error, no NaN: **one user's text changes because the batch does not fill its graph.** One path of vLLM
-# used slot -1 as an index, which is the last slot (pull request 43869).
+# Zeros are not harmless. Slot 0 belongs to somebody, and the padding row wrote its key there in every step. No error, no NaN: **one
+# user's text changes because the batch does not fill its graph.** (Which text may differ from run to run: part of the padding row
+# comes from memory that nobody has set.)
 #
 # ## Rung 5: do not wait for the answer
 #
-# With graphs the GPU is fast, and the CPU's own work shows: schedule, decode text, check stop strings. So the engine starts step n + 1 before it looks at the tokens of step n. They stay on the GPU, where the next step finds them (`sources`). If a request turns out to be finished, one
-# token was computed in vain.
+# With graphs the GPU is fast, and the CPU's own work shows: scheduling, text, stop strings. So the engine starts step n + 1 before it
+# looks at the tokens of step n. They stay on the GPU, where the next step finds them (`sources`). If a request turns out to be
+# finished, one token was computed in vain.
 
 # %%
 print(f"{gpu.name}, one user, ms a token:")
 print(f"{'':<14}{'CPU work':>10}{'GPU work':>10}{'one after the other':>21}{'overlapped':>12}")
 for name in SHAPES:
-    cpu, busy = gpu.get("cpu_ms_per_step", name, "no overlap"), gpu.get("gpu_ms_per_step", name, "no overlap")
+    cpu, work = gpu.get("cpu_ms_per_step", name, "no overlap"), gpu.get("gpu_ms_per_step", name, "no overlap")
     print(
-        f"{name:<14}{cpu:>10.2f}{busy:>10.2f}{1e3 * gpu.get('tpot', name, 'no overlap'):>21.2f}{1e3 * gpu.get('tpot', name):>12.2f}"
+        f"{name:<14}{cpu:>10.2f}{work:>10.2f}{1e3 * gpu.get('tpot', name, 'no overlap'):>21.2f}{1e3 * gpu.get('tpot', name):>12.2f}"
     )
 
 # %% [markdown]
-# Overlapped, a token takes hardly longer than the GPU's own work. (One after the other is less than the sum of both columns: the GPU begins while the CPU still finishes its start.)
+# Overlapped, a token takes hardly longer than the GPU's own work.
 #
 # ## Rungs 6 and 7: the last microsecond, and fewer bytes
 #
-# **Programmatic dependent launch** (PDL, NVIDIA GPUs from Hopper on) lets a kernel start while the one before it drains. It fetches weights, which nobody writes, and waits only before it touches what the other one makes: the `wait_for_last` in each of our kernels.
+# **Programmatic dependent launch** (PDL, NVIDIA GPUs from Hopper on) lets a kernel start while the one before it ends. It fetches
+# its weights, and waits (`wait_for_last`) only before it touches what the other one makes.
 #
-# **An 8-bit KV cache** changes no launch. It halves the bytes of keys and values.
+# **An 8-bit KV cache** (stage 13) changes no launch. It halves the bytes of keys and values, and in a large batch these are most of all bytes:
 
 # %%
 qwen = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, qk_norm=True)  # Qwen3-0.6B
-for requests in (1, 256):
-    total, cache_bytes = (roofline.step_bytes(qwen, [820] * requests, w, 2) / 1e9 for w in (2, 0))
+for requests in (1, 128):
+    total, cache_bytes = (roofline.step_bytes(qwen, [620] * requests, w, 2) / 1e9 for w in (2, 0))
     print(
-        f"Qwen3-0.6B, {requests:>3} requests of 820 tokens: {total:6.2f} GB a step, of these keys and values {cache_bytes / total:.0%}"
+        f"Qwen3-0.6B, {requests:>3} requests of 620 tokens: {total:6.2f} GB a step, of these keys and values {cache_bytes / total:.0%}"
     )
 full, half = (roofline.step_bytes(qwen, [620] * 128, 2, size) for size in (2, 1))
-print(f"128 requests of 620 tokens: {full / 1e9:.1f} GB a step; with one byte a number {full / half:.2f} times less")
+print(f"with one byte a number the 128 requests read {full / half:.2f} times less")
 print(f"\n{gpu.name}: a step of 128 requests of about 620 tokens; tokens/s of 256 requests, prompts included")
 print(f"{'cache':<6}{'tokens/s':>10}{'ms of GPU a step':>18}{'attention, us a layer':>23}")
 for kind in ("bf16", "int8", "fp8"):
@@ -463,21 +476,20 @@ for kind in ("bf16", "int8", "fp8"):
     print(f"{kind:<6}{rate:>10,.0f}{ms:>18.2f}{one_layer:>23.1f}")
 
 # %% [markdown]
-# Fewer bytes, more tokens, but by less than the bytes say: unpacking costs arithmetic, and the products take as long as before.
-
-# %% [markdown]
+# Fewer bytes, more tokens, but by less than the bytes say: unpacking costs arithmetic, and all other kernels take as long as before.
+#
 # ## The ladder
 #
-# Everything on, and one thing taken away at a time. The further a dot is to the right of the lowest one, the more that thing was worth.
+# Everything on, and one rung taken away at a time. The further a dot is to the right of the lowest one, the more that rung is worth.
 
 # %%
 MODES = {
-    "": "everything on",
-    "no PDL": "no dependent launch",
-    "no split-KV": "no split-KV",
-    "no overlap": "no overlap",
-    "no matvec kernel (cuBLAS)": "products by cuBLAS",
-    "no graphs": "no CUDA graph",
+    "": "all rungs",
+    "no PDL": "without 6, dependent launch",
+    "no overlap": "without 5, overlap",
+    "no split-KV": "without 4, split-KV",
+    "no matvec kernel (cuBLAS)": "without 2, fused products",
+    "no graphs": "without 1, CUDA graph",
 }
 fig, axes = plt.subplots(1, 2, figsize=(8.4, 2.9), layout="constrained", sharey=True)
 for ax, name in zip(axes, SHAPES, strict=True):
@@ -497,7 +509,7 @@ for ax, name in zip(axes, SHAPES, strict=True):
         most = max(1e3 * gpu.get("tpot", name, mode) for mode in MODES)
         ax.set_xscale("log")
         ax.set_xlim(0.75 * least, 3 * most)
-        ticks = [t for t in (0.1, 0.3, 1, 3, 10, 30) if 0.75 * least <= t <= 3 * most]
+        ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if 0.75 * least <= t <= 3 * most]
         ax.set_xticks(ticks, map(str, ticks))
         ax.minorticks_off()
     ax.set_xlabel("ms per token, log scale")
@@ -506,21 +518,22 @@ for ax, name in zip(axes, SHAPES, strict=True):
 plt.show()
 
 # %% [markdown]
-# So what is the limit now? Divide.
+# So what is the limit now? Divide the bytes by the time:
 
 # %%
 print(f"{gpu.name}, one user; measured reading: {gpu.read / 1e9:,.0f} GB/s")
-print(f"{'':<14}{'1/TPOT':>9}{'GB/s':>8}{'share of reading':>18}{'kernels':>9}{'us a kernel':>13}")
+print(f"{'':<14}{'tokens/s':>9}{'GB/s':>8}{'of the bandwidth':>18}{'kernels':>9}{'us a kernel':>13}")
 for name in (SMALL, "Qwen3-0.6B", "Llama-3.2-1B", LARGE):
-    count, busy = gpu.get("kernels_per_step", name), gpu.get("gpu_ms_per_step", name)
+    launched, work = gpu.get("kernels_per_step", name), gpu.get("gpu_ms_per_step", name)
     print(
         f"{name:<14}{1 / gpu.get('tpot', name):>9,.0f}{gpu.get('gb_per_second', name):>8,.0f}"
-        f"{gpu.get('share_of_read', name):>18.0%}{count:>9.0f}{1e3 * busy / count:>13.1f}"
+        f"{gpu.get('share_of_read', name):>18.0%}{launched:>9.0f}{1e3 * work / launched:>13.1f}"
     )
 
 # %% [markdown]
-# From top to bottom the models get larger, and the share of the bandwidth rises. The largest is **memory-bound**: only fewer bytes would help it (smaller weights, stages 11 and 12). The smallest is limited by the *number* of its kernels: hundreds, one after another, each with a
-# start and an end. Only fewer kernels would help, down to one for the whole model (a "megakernel").
+# From top to bottom the models get larger, and the share of the bandwidth rises. The largest is **memory-bound**: only fewer bytes
+# would help it (smaller weights, stages 11 and 12). The smallest is limited by the *number* of its kernels. Only fewer kernels would
+# help, down to one for the whole model (a "megakernel").
 #
 # ### Your own GPU
 #
@@ -538,8 +551,9 @@ else:
 # %% [markdown]
 # ## What beginners get wrong
 # - **Timing without waiting.** A launch returns at once. Without a synchronisation you measure how fast Python asks.
-# - **Masking the load, not the score.** A key that is not there then counts with score 0. Or the score and not the load: 0 times NaN is NaN.
-# - **A number from the CPU inside a graph.** It is frozen at capture. Lengths must be read from memory *by the kernel*, so loops are bounded by loaded values.
+# - **Masking only one of two.** The load but not the score: a key that is not there counts with score 0. The score but not the load:
+#   0 times NaN is NaN.
+# - **A number from the CPU inside a graph.** It is frozen at capture. What changes, such as a length, the *kernel* must read from memory.
 # - **int32 addresses.** page × page size × heads × dim passes 2³¹ in a large cache (vLLM, pull request 47671).
 #
 # ## Other names for the same thing
@@ -555,7 +569,7 @@ else:
 # %%
 quiz(
     "A 0.1B model at batch 1 runs inside a CUDA graph, far from the bandwidth. You make its weights 4-bit. What happens to a token's time?",
-    ["It falls to about a quarter.", "Little.", "It doubles."],
+    ["It falls to about a quarter.", "It hardly changes.", "It doubles."],
     1,
     [
         "That would be so if bytes were what it waits for.",
@@ -594,6 +608,7 @@ quiz(
 # ## Now you can
 # say what a model waits for, read a Triton kernel, run it without a GPU, and name the trap on each rung of the ladder.
 #
-# **Next:** [exercises/14_gpu_kernels.ipynb](../exercises/14_gpu_kernels.ipynb). You write the fused norm, the softmax tile, the page lookup, the merge, the padding, and then a paged attention kernel of your own.
+# **Next:** [exercises/14_gpu_kernels.ipynb](../exercises/14_gpu_kernels.ipynb). You write five pieces of the engine, and then a paged
+# attention kernel of your own.
 #
 # One GPU is now busy. What if the model does not fit on it, or one is not enough? That is stage 15.
