@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+import weakref
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +44,8 @@ class AsyncLLM:
     """Generate from coroutines, many at a time.
 
     Takes `LLM`'s arguments, or an `LLM` that nothing else uses from then on. max_pending: back-pressure; so many
-    requests may be in the engine, further calls wait for one to end. Use it as `async with AsyncLLM(...) as engine`, or
-    call `close`.
+    requests of an event loop may be in the engine, further calls wait for one to end. Use it as
+    `async with AsyncLLM(...) as engine`, or call `close`.
     """
 
     def __init__(self, model: Any = "smollm2-135m", *, max_pending: int = 1024, **options: Any) -> None:
@@ -53,7 +54,9 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.dead: BaseException | None = None
         self._names = (f"async-{k}" for k in itertools.count())
-        self._seats = asyncio.Semaphore(max_pending)
+        self.max_pending = max_pending
+        # a semaphore belongs to one event loop, an engine may outlive it
+        self._seats: MutableMapping[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
         self._callers: dict[str, _Caller] = {}  # changed by the engine's thread only
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="minillm", daemon=True)
@@ -75,11 +78,13 @@ class AsyncLLM:
         RequestError: bad input, or the request failed. Other errors of a step are raised as they are.
         """
         check_timeout(timeout)
+        if request_id is not None:
+            _check_id(request_id)
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        seats, begun = self._seats.setdefault(loop, asyncio.Semaphore(self.max_pending)), loop.time()
         try:
             async with asyncio.timeout(timeout):
-                await self._seats.acquire()
+                await seats.acquire()
         except TimeoutError:
             yield Delta("", [], "timeout")
             return
@@ -102,10 +107,11 @@ class AsyncLLM:
             finally:
                 self._send(lambda: self._forget(name, caller))
         finally:
-            self._seats.release()
+            seats.release()
 
     async def abort(self, request_id: str) -> None:
         """End a request in any state; its stream ends with the reason "abort". An unknown one is left alone."""
+        _check_id(request_id)
         self._send(lambda: self._abort(request_id))
 
     async def stats(self) -> dict[str, float]:
@@ -193,9 +199,9 @@ class AsyncLLM:
             caller.tell(error)
 
     def _abort(self, name: str) -> None:
-        self.llm.abort(name)
+        news = self.llm.abort(name)
         if caller := self._callers.pop(name, None):
-            caller.tell(Delta("", [], "abort"), None)
+            caller.tell(*news, None)
 
     def _forget(self, name: str, caller: _Caller) -> None:
         """The caller has gone. If its request still runs, nobody wants it."""
@@ -208,3 +214,8 @@ class AsyncLLM:
             self.llm.abort(name)
             caller.tell(error)
         self._callers.clear()
+
+
+def _check_id(request_id: object) -> None:
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id must be a string, got {request_id!r}.")

@@ -21,7 +21,7 @@ from . import metrics
 from .engine import LLM
 from .errors import RequestError
 from .metrics import RequestMetrics, StepRecord
-from .request import Request, SamplingParams
+from .request import Request, RequestOutput, SamplingParams
 
 PERCENTILES = (50, 90, 99)
 
@@ -73,7 +73,7 @@ class Report:
     output_tokens: int
     output_tokens_per_second: float
     requests_per_second: float
-    percentiles: dict[str, dict[int, float]]
+    percentiles: dict[str, dict[int, float | None]]
     goodput: float | None  # requests per second within the SLO
     kv_usage_mean: float  # share of the pool's blocks in use, over the steps' time
     kv_usage_max: float
@@ -104,9 +104,9 @@ def run(
     """
     shared = asdict(params or SamplingParams(temperature=0.0, ignore_eos=True)) | {"max_tokens": 0}
     before, hits, queried = llm.stats(), llm.scheduler.num_hit_tokens, llm.scheduler.num_queried_tokens
-    llm.timeline, todo = [], list(items)[::-1]
+    llm.timeline, todo = [], sorted(items, key=lambda item: item.arrival)[::-1]
     live: dict[str, list[Request]] = {}
-    done: list[Request] = []
+    done: list[list[Request]] = []
     refused, start = 0, time.perf_counter()
     try:
         with tqdm(total=len(items), unit="request", disable=not progress) as bar:
@@ -129,7 +129,7 @@ def run(
                     continue
                 for name in {request.id: None for request, delta in llm.step() if delta.finish_reason}:
                     if name in live and llm.is_done(name):
-                        done += live.pop(name)
+                        done.append(live.pop(name))
                         llm.abort(name)
                         bar.update()
         seconds = time.perf_counter() - start
@@ -140,25 +140,29 @@ def run(
     after = llm.stats()
     steps = sum(step.end - step.start for step in timeline) or 1.0
     usage = [step.blocks_used / len(llm.pool.blocks) for step in timeline]
-    found = {"ttft": [r.metrics.ttft for r in done], "tpot": [r.metrics.tpot for r in done]}
-    found["e2e"] = [r.metrics.e2e for r in done]
-    times = [r.metrics.token_times for r in done]
-    found["itl"] = [b - a for one in times for a, b in itertools.pairwise(one)]
-    percentiles = {
-        name: {p: metrics.percentile([v for v in values if v is not None], p) for p in PERCENTILES}
-        for name, values in found.items()
+    each = [r for requests in done for r in requests]  # completion by completion
+    times = [r.metrics.token_times for r in each]
+    found: dict[str, list[float | None]] = {
+        "ttft": [r.metrics.ttft for r in each],
+        "tpot": [r.metrics.tpot for r in each if r.num_output > 1],  # one token has no gap to another
+        "e2e": [r.metrics.e2e for r in each],
+        "itl": [b - a for one in times for a, b in itertools.pairwise(one)],
     }
-    output_tokens = sum(r.num_output for r in done)
-    whole = [r.metrics for r in done if r.finish_reason in ("stop", "length")]
+    percentiles: dict[str, dict[int, float | None]] = {}
+    for name, values in found.items():
+        known = [value for value in values if value is not None]
+        percentiles[name] = {p: metrics.percentile(known, p) if known else None for p in PERCENTILES}
+    output_tokens = sum(r.num_output for r in each)
+    whole = [RequestOutput.of(one).metrics for one in done if all(r.finish_reason in ("stop", "length") for r in one)]
     return Report(
         seconds=seconds,
         num_requests=len(items),
         num_refused=refused,
-        num_timed_out=sum(r.finish_reason == "timeout" for r in done),
-        input_tokens=sum(r.num_prompt for r in done),
+        num_timed_out=sum(any(r.finish_reason == "timeout" for r in one) for one in done),
+        input_tokens=sum(one[0].num_prompt for one in done),
         output_tokens=output_tokens,
         output_tokens_per_second=output_tokens / seconds,
-        requests_per_second=len(done) / seconds,
+        requests_per_second=len(whole) / seconds,
         percentiles=percentiles,
         goodput=metrics.goodput(whole, seconds, *slo) if slo else None,
         kv_usage_mean=sum(u * (step.end - step.start) for u, step in zip(usage, timeline, strict=True)) / steps,
@@ -167,6 +171,6 @@ def run(
         preemptions=after["preemptions"] - before["preemptions"],
         useful_share=metrics.useful_share(timeline),
         gb_per_second=(after["bytes_moved"] - before["bytes_moved"]) / steps / 1e9,
-        requests=[r.metrics for r in done],
+        requests=[r.metrics for r in each],
         timeline=timeline,
     )

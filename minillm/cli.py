@@ -54,6 +54,10 @@ def _options(*options: Any) -> Any:
     return add
 
 
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 _model = click.option("--model", default="smollm2-135m", help="Known name, folder, .gguf file or hub id.")
 _device = click.option("--device", default="auto", help="auto, cpu or cuda.")
@@ -77,8 +81,8 @@ def _sampling(max_tokens: int, temperature: float, top_p: float) -> Any:
 @click.version_option(__version__)
 def main() -> None:
     """minillm: a small, complete LLM inference engine, and the course that teaches it."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets "?", not an error
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what cannot be shown is "?", what cannot be read U+FFFD: not an error
             stream.reconfigure(errors="replace")
 
 
@@ -210,6 +214,7 @@ def bench(
 ) -> None:
     """Send a load to the engine and measure it. Without a rate or concurrency all requests are there at the start."""
     from . import LLM, bench, roofline
+    from .runner import pick_device
 
     for name in ("input_len", "output_len"):
         least, most = load[name]
@@ -219,12 +224,12 @@ def bench(
         raise click.UsageError("--request-rate is an open loop, --concurrency a closed one: give one of them.")
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     how = {"attention": attention, "kv_cache_dtype": kv_cache_dtype, "enforce_eager": enforce_eager}
+    machine = roofline.measure_machine(pick_device(device))  # first: the KV cache will leave little memory
     llm = LLM(model, device=device, dtype=dtype, scheduling=scheduling, num_kv_blocks=num_kv_blocks, **limits, **how)
     items = bench.workload(vocab_size=llm.num_ids, **load)
     bench.run(llm, items[:1])  # warm-up: compiles kernels, touches memory
     llm.pool.discard(range(len(llm.pool.blocks)))  # and leaves nothing in the prefix cache
     report = bench.run(llm, items, concurrency=concurrency, slo=slo, progress=sys.stderr.isatty())
-    machine = roofline.measure_machine(llm.model.embed.weight.device.type)
     if as_json:
         click.echo(json.dumps(report.as_dict() | {"bandwidth": machine.bandwidth, "stats": llm.stats()}, indent=2))
         return
@@ -244,7 +249,7 @@ def bench(
         click.echo(f"{label:22}{value}")
     click.echo(f"{'milliseconds':22}{''.join(f'p{p:<9}' for p in bench.PERCENTILES)}")
     for name, values in report.percentiles.items():
-        click.echo(f"{name:22}{''.join(f'{value * 1e3:<10.1f}' for value in values.values())}")
+        click.echo(f"{name:22}{''.join(f'{_milliseconds(value):<10}' for value in values.values())}")
 
 
 @main.command()

@@ -191,8 +191,10 @@ def _head_dim(given: Any, sizes: Mapping[str, Any]) -> Any:
 
 
 def _token_ids(*values: Any) -> tuple[int, ...]:
-    """Flatten ids, lists of ids and Nones into ids without repeats, first come first."""
+    """Flatten ids, lists of ids and Nones into ids without repeats, first come first. ModelError: not ids."""
     flat = [i for value in values if value is not None for i in (value if isinstance(value, list) else [value])]
+    if wrong := [i for i in flat if not isinstance(i, int) or isinstance(i, bool)]:
+        raise ModelError(f"The model's eos_token_id must be a whole number or a list of them, got {wrong[0]!r:.50}.")
     return tuple(dict.fromkeys(flat))
 
 

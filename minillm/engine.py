@@ -57,7 +57,9 @@ class LLM:
         tokenizer = checkpoint.tokenizer()
         size = sum(math.prod(shape) for shape in weights.parameter_shapes(checkpoint.config).values()) * kind.itemsize
         with runner.fits("the model's weights", size, device):
-            network = Transformer.from_state(checkpoint.config, checkpoint.state_dict(kind, device))
+            state = checkpoint.state_dict(kind, device)
+            pack = not runner.use_kernels(config, state["embed.weight"])
+            network = Transformer.from_state(checkpoint.config, state, pack)
         self._setup(checkpoint.config, network, tokenizer, config)
 
     @classmethod
@@ -77,7 +79,11 @@ class LLM:
         length = min(engine.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
         num_blocks = engine.num_kv_blocks or runner.default_num_blocks(config, engine, length, model)
         self.max_model_len = min(length, num_blocks * engine.block_size)
-        num_swap = (engine.num_swap_blocks or num_blocks) if engine.preemption == "swap" else 0
+        num_swap = 0
+        if engine.preemption == "swap":
+            num_swap = engine.num_swap_blocks or runner.default_num_swap_blocks(
+                config, engine, num_blocks, weight.dtype
+            )
         kind = runner.cache_dtype(engine.kv_cache_dtype, weight.dtype)
         with runner.fits(
             f"{num_blocks} KV blocks", num_blocks * runner.block_bytes(config, engine, weight.dtype), weight.device
@@ -88,6 +94,7 @@ class LLM:
         self.scheduler = Scheduler(engine, self.pool, self.max_model_len, num_swap)
         self.num_ids = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
         self.runner = runner.make_runner(model, self.cache, host, engine, self.max_model_len, self.num_ids)
+        self.windows = [config.window(layer) for layer in range(config.num_layers)]
         self._flight: Flight | None = None  # a step that was started and not looked at yet
         self.eos_ids = (*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ()))  # either may know more
         self.requests: dict[str, list[Request]] = {}  # by id: the n completions of each live request
@@ -149,12 +156,24 @@ class LLM:
     def chat(
         self, messages: Sequence[Any], params: SamplingParams | None = None, *, progress: bool | None = None
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}), or each of a list of conversations."""
+        """Answer one conversation (a list of {"role", "content"}), or each of a list of conversations.
+
+        As with `generate`, one of several that cannot be served gets an output with an `error`.
+        """
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer, so it cannot render a chat.")
         many = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
-        prompts: list[Prompt] = [self.tokenizer.encode_chat(one) for one in (messages if many else [messages])]
-        return self.generate(prompts if many else prompts[0], params, progress=progress)
+        if not many:
+            return self.generate(self.tokenizer.encode_chat(messages), params, progress=progress)
+        prompts: list[Prompt] = []
+        refused: dict[int, RequestOutput] = {}
+        for i, one in enumerate(messages):
+            try:
+                prompts.append(self.tokenizer.encode_chat(one))
+            except RequestError as error:
+                refused[i] = RequestOutput.refused(None, str(error))
+        answers = iter(self.generate(prompts, params, progress=progress))
+        return [refused[i] if i in refused else next(answers) for i in range(len(messages))]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, timeout: float | None = None
@@ -191,6 +210,8 @@ class LLM:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}.")
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {request_id!r}.")
         if request_id is None:
             names = (f"request-{k}" for k in itertools.count(self._count))
             request_id = next(name for name in names if name not in self.requests)
@@ -227,12 +248,17 @@ class LLM:
         self.requests[request_id] = [request]
         return request_id
 
-    def abort(self, request_id: str) -> None:
-        """End a request in any state and forget it; its stream ends. An unknown one is left alone."""
-        for request in self.requests.pop(request_id, []):
-            if request.status is not Status.FINISHED:
-                self.scheduler.finish(request, "abort")
-                self._tell(request, Delta("", [], "abort", request.index))
+    def abort(self, request_id: str) -> list[Delta]:
+        """End a request in any state and forget it; its stream ends. An unknown one is left alone.
+
+        Returns the last delta of each completion that had not ended.
+        """
+        news = []
+        for request in [r for r in self.requests.get(request_id, []) if r.status is not Status.FINISHED]:
+            self.scheduler.finish(request, "abort")
+            news += [self._tell(request, Delta("", [], "abort", request.index)), *self._never_begun(request, "abort")]
+        self.requests.pop(request_id, None)
+        return [delta for _, delta in news]
 
     def is_done(self, request_id: str) -> bool:
         """Whether all completions of a request have ended (an unknown request is done)."""
@@ -262,7 +288,7 @@ class LLM:
 
     def _step(self) -> list[tuple[Request, Delta]]:
         start = time.perf_counter()
-        news = [self._tell(r, self._end(r, "timeout")) for r in self.scheduler.overdue(start)]
+        news = [one for r in self.scheduler.overdue(start) for one in self._quit(r, "timeout")]
         flight, self._flight = self._flight, None
         if flight is None:
             hold = self.scheduler.hold()  # before the plan is made: later it may be over
@@ -294,7 +320,7 @@ class LLM:
         """Book a step whose tokens were sampled on the device. Requests that ended while it ran are left out."""
         rows = list(zip(flight.rows, flight.tokens(), strict=True))
         running = [(request, token) for request, token in rows if request.status is Status.RUNNING]
-        news = [self._fail(request, NOT_FINITE) for request, token in running if token < 0]
+        news = [one for request, token in running if token < 0 for one in self._fail(request, NOT_FINITE)]
         flight.plan.chunks = [chunk for chunk in flight.plan.chunks if chunk.request.status is Status.RUNNING]
         self.scheduler.commit(flight.plan)
         now = time.perf_counter()
@@ -322,7 +348,7 @@ class LLM:
             if good:
                 rows[chunk.request] = row
             elif chunk.request.status is Status.RUNNING:
-                news.append(self._fail(chunk.request, NOT_FINITE))
+                news += self._fail(chunk.request, NOT_FINITE)
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request.status is Status.RUNNING]
         self.scheduler.commit(plan)  # without those that failed just now, or were aborted meanwhile
         owners: list[Request] = []
@@ -348,6 +374,14 @@ class LLM:
 
     def _fork(self, request: Request) -> list[Request]:
         """The other completions of a prompt that was just computed; they share its blocks."""
+        children = self._children(request)
+        for child in children:
+            self._start_text(child)
+            self.scheduler.fork(request, child)
+        return children
+
+    def _children(self, request: Request) -> list[Request]:
+        """The completions of a prompt that are not split off yet, known by its id from now on."""
         children = []
         for index in range(1, request.num_forks + 1):
             child = Request(
@@ -364,10 +398,8 @@ class LLM:
                 seed=(request.seed + index * 0x9E3779B9) % 2**63,
                 stop_ids=request.stop_ids,
             )
-            self._start_text(child)
-            self.requests[request.id].append(child)
-            self.scheduler.fork(request, child)
             children.append(child)
+        self.requests[request.id] += children
         return children
 
     def _accept(self, request: Request, token: int, scores: dict[int, float] | None, now: float) -> Delta:
@@ -406,11 +438,24 @@ class LLM:
         request.metrics.finished = time.perf_counter()
         return Delta(rest, list(tokens), reason, request.index)
 
-    def _fail(self, request: Request, why: str) -> tuple[Request, Delta]:
+    def _quit(self, request: Request, reason: str) -> list[tuple[Request, Delta]]:
+        """End a request early, and with it the completions that would have been split off from it."""
+        return [self._tell(request, self._end(request, reason)), *self._never_begun(request, reason)]
+
+    def _never_begun(self, request: Request, reason: str) -> list[tuple[Request, Delta]]:
+        news = []
+        for child in self._children(request):
+            child.status, child.finish_reason, child.error = Status.FINISHED, reason, request.error
+            child.metrics.finished = time.perf_counter()
+            news.append(self._tell(child, Delta("", [], reason, child.index)))
+        request.num_forks = 0
+        return news
+
+    def _fail(self, request: Request, why: str) -> list[tuple[Request, Delta]]:
         """End one request with an error. Blocks that it computed are never matched again."""
         request.error = f"request {request.id}: {why}"
         self.pool.discard(request.block_table)
-        return self._tell(request, self._end(request, "error"))
+        return self._quit(request, "error")
 
     def _score_output(
         self, requests: Sequence[Request], tokens: Sequence[int], logits: Tensor
@@ -456,7 +501,9 @@ class LLM:
             work = [(c.request.id, c.request.index, c.start, c.end) for c in plan.chunks]
             used, queue = len(self.pool.blocks) - self.pool.num_free, len(self.scheduler.waiting)
             self.timeline.append(StepRecord(start, end, work, plan.num_padding, used, queue))
-        lengths = [chunk.end for chunk in plan.chunks]
+        lengths: list[float] = [chunk.end for chunk in plan.chunks]
+        if any(self.windows):  # a layer reads no more than its window; the mean over the layers counts
+            lengths = [sum(min(end, w or end) for w in self.windows) / len(self.windows) for end in lengths]
         totals["bytes"] += roofline.step_bytes(self.config, lengths, self.model.embed.weight.element_size(), element)
 
     def stats(self) -> dict[str, float]:

@@ -52,7 +52,7 @@ def flops_per_token(config: ModelConfig, context_len: int) -> int:
 
 
 def step_bytes(
-    config: ModelConfig, context_lens: Sequence[int], weight_dtype_bytes: float, kv_dtype_bytes: int
+    config: ModelConfig, context_lens: Sequence[float], weight_dtype_bytes: float, kv_dtype_bytes: int
 ) -> float:
     """Bytes that one step reads: the weights once, however many requests share the step, and each request's KV.
 

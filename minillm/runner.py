@@ -123,6 +123,8 @@ def make_runner(
     """The runner for this model's device."""
     if not use_kernels(engine, model.embed.weight):
         return Runner(model, cache, host, engine.attention)
+    if model.head is not None and model.head.weight is None:
+        raise RequestError("attention 'triton' needs plain weights: make the model with pack=False.")
     from .gpu_runner import GpuRunner
 
     return GpuRunner(model, cache, host, engine, max_model_len, num_ids)
@@ -174,6 +176,11 @@ def block_bytes(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -
     return (per_token + scales) * engine.block_size
 
 
+def default_num_swap_blocks(config: ModelConfig, engine: EngineConfig, num_blocks: int, dtype: torch.dtype) -> int:
+    """Blocks in host memory for preempted requests: as many as there are, if half of the free memory holds them."""
+    return max(1, min(num_blocks, psutil.virtual_memory().available // 2 // block_bytes(config, engine, dtype)))
+
+
 def default_num_blocks(config: ModelConfig, engine: EngineConfig, max_model_len: int, model: Transformer) -> int:
     """As many blocks as the free memory allows, but not more than max_num_seqs of the longest requests could use.
 
@@ -186,7 +193,9 @@ def default_num_blocks(config: ModelConfig, engine: EngineConfig, max_model_len:
         if use_kernels(engine, weight):
             from .gpu_runner import activation_bytes
 
-            step = activation_bytes(model, engine, max_model_len)
+            with torch.cuda.device(weight.device):
+                step = activation_bytes(model, engine, max_model_len)
+        torch.cuda.empty_cache()  # what torch keeps for later is not free
         room = int(torch.cuda.mem_get_info(weight.device)[0] * engine.memory_fraction) - step
     else:
         room = min(int(psutil.virtual_memory().available * engine.memory_fraction), CPU_KV_LIMIT)

@@ -122,6 +122,7 @@ class Scheduler:
         self.swap = KVPool(num_swap_blocks, pool.block_size, enable_prefix_caching=False)  # blocks in host memory
         self.waiting: list[Request] = []  # in the order of the policy
         self.running: list[Request] = []
+        self.hurried: dict[Request, None] = {}  # those of both with a deadline
         self.num_seats = 0  # those that a static or dynamic batch began with
         self.num_steps = self.num_preemptions = self.num_swaps = 0
         self.num_queried_tokens = self.num_hit_tokens = 0  # first admissions only: recomputing is no hit
@@ -142,6 +143,8 @@ class Scheduler:
             )
         if request.params.n > config.max_num_seqs:
             raise RequestError(f"n={request.params.n} is more than max_num_seqs={config.max_num_seqs}.")
+        if request.deadline is not None:
+            self.hurried[request] = None
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
@@ -149,8 +152,7 @@ class Scheduler:
 
     def overdue(self, now: float) -> list[Request]:
         """Requests in any state whose deadline has passed."""
-        live = (*self.running, *self.waiting)
-        return [request for request in live if request.deadline is not None and now >= request.deadline]
+        return [request for request in self.hurried if request.deadline is not None and now >= request.deadline]
 
     def plan(self) -> Plan:
         """Hand out the next step's tokens. An empty plan with requests waiting: a static batch waits to be full."""
@@ -224,7 +226,8 @@ class Scheduler:
 
     def hold(self) -> float:
         """Seconds that a static batch which is not full still waits for more requests; 0.0 if it may start."""
-        if self.config.scheduling != "static" or len(self.waiting) >= self.config.max_num_seqs or not self.waiting:
+        seats = sum(1 + request.num_forks for request in self.waiting)
+        if self.config.scheduling != "static" or not seats or seats >= self.config.max_num_seqs:
             return 0.0
         oldest = min(request.metrics.arrival for request in self.waiting)
         return max(0.0, oldest + self.config.batch_delay - time.perf_counter())
@@ -258,6 +261,8 @@ class Scheduler:
         if seats > self.config.max_num_seqs:
             return False
         if request.swap_table:
+            if not self._fits_padded(plan, request.need):
+                return False
             table = self.pool.admit([], len(request.tokens))
             if table is None:
                 return False
@@ -272,6 +277,8 @@ class Scheduler:
         whole = not self.config.enable_chunked_prefill and request.status is Status.WAITING
         if whole and len(request.tokens) - num_hit > budget:
             return False  # a preempted request may have outgrown any budget: it is recomputed in chunks all the same
+        if not self._fits_padded(plan, len(request.tokens) - num_hit):
+            return False
         table = self.pool.admit(hits, len(request.tokens))
         if table is None:
             return False
@@ -284,6 +291,12 @@ class Scheduler:
         request.num_computed = num_hit
         self._run_first()
         return True
+
+    def _fits_padded(self, plan: Plan, length: int) -> bool:
+        """Whether the step stays within the budget with one more prompt, if the batch is padded."""
+        lengths = [length, *(chunk.end - chunk.start for chunk in plan.chunks)]
+        padded = self.config.scheduling != "continuous" and len(lengths) > 1
+        return not padded or len(lengths) * max(lengths) <= self.config.max_num_batched_tokens
 
     def _run_first(self) -> None:
         request = self.waiting.pop(0)
@@ -327,6 +340,8 @@ class Scheduler:
         child.num_computed, child.status = request.num_computed, Status.RUNNING
         request.num_forks -= 1
         self.running.append(child)
+        if child.deadline is not None:
+            self.hurried[child] = None
 
     def restart(self) -> None:
         """After a step that broke off: what it had done is unknown, so all that was begun is computed again."""
@@ -359,6 +374,7 @@ class Scheduler:
             return
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self._free(request)
+        self.hurried.pop(request, None)
         request.status, request.finish_reason = Status.FINISHED, reason
 
     def _free(self, request: Request) -> None:

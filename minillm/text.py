@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template
+from jinja2 import Template, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 
 from . import vocabulary
 from .errors import ModelError, RequestError
@@ -48,7 +51,7 @@ class Tokenizer:
         self._added = {id: token.content.encode() for id, token in added.items()}
         self._control = {added[id].content: id for id in self.special_ids}
         longest_first = sorted(self._control, key=len, reverse=True)
-        self._control_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._alphabet = vocabulary.byte_alphabet() if "ByteLevel" in str(backend.decoder) else {}
         self._missing = {byte for char, byte in self._alphabet.items() if backend.token_to_id(char) is None}
 
@@ -60,6 +63,15 @@ class Tokenizer:
         self._plain.add_tokens([added[id] for id in sorted(added)])  # in this order they get the same ids
         self._plain.encode_special_tokens = True
         self._never_plain = self.special_ids - {self._control.get(getattr(backend.model, "unk_token", None) or "")}
+
+        # A control token that is meant is written there as its stand-in: an added token that takes the same spaces and
+        # is matched wherever it stands. So a chat is one text for `tokenizers`, which spells control tokens or not.
+        secret = _unguessable()
+        self._stand_in = {token: f"{secret}{id};" for token, id in self._control.items()}
+        self._stands_for = {self._stand_in[token]: id for token, id in self._control.items()}
+        pairs = [(text, added[id]) for text, id in self._stands_for.items()]
+        stand_ins = [AddedToken(text, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False) for text, t in pairs]
+        self._plain.add_tokens(stand_ins)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -101,22 +113,29 @@ class Tokenizer:
 
         def token_id(key: str) -> int | None:
             token = config.get(key)
-            token = token["content"] if isinstance(token, dict) else token
-            id = None if token is None else backend.token_to_id(token)
+            token = token.get("content", token) if isinstance(token, dict) else token
+            id = backend.token_to_id(token) if isinstance(token, str) else None
             if token is not None and id is None:
-                raise ModelError(f"{folder}: {key} is {token!r}, which is not in tokenizer.json.")
+                raise ModelError(f"{folder}: {key} is {token!r:.50}, which is not in tokenizer.json.")
             return id
 
         bos, eos, add_bos = token_id("bos_token"), token_id("eos_token"), config.get("add_bos_token")
         if add_bos is None:  # then the post-processor of tokenizer.json decides
             add_bos = bos is not None and backend.encode("a").ids[:1] == [bos]
-        return cls(backend, bos, [] if eos is None else [eos], add_bos, config.get("chat_template"))
+        template = _default_template(config.get("chat_template"), folder)
+        return cls(backend, bos, [] if eos is None else [eos], add_bos, template)
 
     def encode(self, text: str, *, parse_special: bool = True, add_bos: bool | None = None) -> list[int]:
         """Token ids of `text`. BOS is put in front if the model expects it (or `add_bos`) and it is not there already.
 
         parse_special: the text of a control token gives its id. False: it gives ordinary tokens, never a control id.
         """
+        self._check(text)
+        ids = self._backend.encode(text, add_special_tokens=False).ids if parse_special else self._encode_plain(text)
+        return self._with_bos(ids, self.add_bos if add_bos is None else add_bos)
+
+    def _check(self, text: str) -> None:
+        """RequestError unless every byte of `text` can be given to the model."""
         try:
             data = text.encode()
         except (AttributeError, UnicodeError) as error:
@@ -124,10 +143,15 @@ class Tokenizer:
         if missing := self._missing.intersection(data):
             # `tokenizers` would silently drop it. SmolLM2, for one, has no token for the control character 0x04.
             raise RequestError(f"This model has no token for the byte 0x{min(missing):02x}, which the text contains.")
-        ids = (self._backend if parse_special else self._plain).encode(text, add_special_tokens=False).ids
-        if not parse_special and not self._never_plain.isdisjoint(ids):  # an odd vocabulary has a merge to one
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`: a control id for each stand-in, and for nothing else. RequestError: not possible."""
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        if not self._never_plain.isdisjoint(encoding.ids):  # an odd vocabulary has a merge to one
             raise RequestError("This text cannot be written without a control token of this model.")
-        return self._with_bos(ids, self.add_bos if add_bos is None else add_bos)
+        # A stand-in is known by its text (with the spaces it takes): in a vocabulary with gaps its id may be another's.
+        pairs = zip(encoding.tokens, encoding.ids, strict=True)
+        return [self._stands_for.get(token.strip(), id) for token, id in pairs]
 
     def _with_bos(self, ids: list[int], add_bos: bool) -> list[int]:
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
@@ -159,14 +183,16 @@ class Tokenizer:
         if self.chat_template is None:
             raise RequestError("This model has no chat template; send a plain prompt.")
         # The template comes with the model, from anyone: the sandbox keeps it from reaching Python objects.
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        env.add_extension("jinja2.ext.loopcontrols")
+        extensions = ["jinja2.ext.loopcontrols", _Generation]
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
         def raise_exception(message: str) -> None:
             raise RequestError(f"The chat template refuses these messages: {message}")
 
         env.globals["raise_exception"] = raise_exception
+        # jinja's own would escape for HTML; models were trained on transformers' form
+        env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
         return env.from_string(self.chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
@@ -189,26 +215,49 @@ class Tokenizer:
         """Token ids of a chat. Control tokens come from the template only; in a message they are ordinary text.
 
         A control token spelled in a message is hidden behind a marker while the template is filled in, and put back
-        afterwards, as plain text. BOS is added if the model expects it and the template has not written it.
+        afterwards, as plain text: the rest of the chat keeps its ids. BOS is added if the model expects it and the
+        template has not written it. RequestError: as of `render_chat` and `encode`.
         """
         check_messages(messages)
-        marker = "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(8))  # private-use characters, unguessable
+        marker = _unguessable()
 
         def hide(value: str) -> str:
             return self._control_pattern.sub(lambda match: f"{marker}{self._control[match[0]]};", value)
 
+        def show(value: str) -> str:
+            return re.sub(rf"{marker}(\d+);", lambda match: self.decode([int(match[1])], False), value)
+
         hidden = [{key: hide(value) for key, value in message.items()} for message in messages]
         text = self.render_chat(hidden, add_generation_prompt)
-        if marker not in text:
-            return self.encode(text)
-        ids: list[int] = []
-        for piece in self._control_pattern.split(text):
-            if piece in self._control:
-                ids.append(self._control[piece])
-            elif piece:
-                shown = re.sub(rf"{marker}(\d+);", lambda match: self.decode([int(match[1])], False), piece)
-                ids += self.encode(shown, parse_special=False, add_bos=False)
-        return self._with_bos(ids, self.add_bos)
+        self._check(show(text))  # and not the stand-ins, which an error message must not tell
+        text = self._control_pattern.sub(lambda match: self._stand_in[match[0]], text)
+        return self._with_bos(self._encode_plain(show(text)), self.add_bos)
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks what is trained on (transformers); here it is just its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _unguessable() -> str:
+    """Eight private-use characters, which no text contains."""
+    return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(8))
+
+
+def _default_template(template: Any, folder: Path) -> str | None:
+    """The chat template, or of a list of {"name", "template"} the one named "default". ModelError: there is none."""
+    if isinstance(template, list):
+        named = (one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default")
+        if (template := next(named, None)) is None:
+            raise ModelError(f'{folder}: chat_template is a list, but no template in it is named "default".')
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder}: chat_template must be a string or a list of named ones, got {template!r:.50}.")
+    return template
 
 
 def check_messages(messages: Any) -> None:

@@ -261,3 +261,54 @@ def test_max_pending_holds_callers_back() -> None:
                 AsyncLLM(engine.llm, max_pending=0)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", [["job", 7], {"id": 1}, 7, b"x"])
+def test_an_id_that_is_no_text_harms_only_its_caller(name: object) -> None:
+    async def main() -> None:
+        async with AsyncLLM(tiny_llm(ENDLESS, num_kv_blocks=64)) as engine:
+            good = asyncio.create_task(collect(engine.generate([4, 5], params(30))))
+            with pytest.raises(RequestError, match="request_id must be a string"):
+                await collect(engine.generate([1, 2], params(), request_id=name))
+            with pytest.raises(RequestError, match="request_id must be a string"):
+                await engine.abort(name)
+            assert len((await good)[0]) == 30 and engine.dead is None
+
+    asyncio.run(main())
+    with pytest.raises(RequestError, match="request_id must be a string"):
+        tiny_llm(ENDLESS).add_request([1], params(), request_id=name)
+
+
+def test_an_engine_serves_one_event_loop_after_another() -> None:
+    """A semaphore belongs to the loop in which somebody first waited for it."""
+
+    async def three() -> None:
+        got = await asyncio.gather(*(collect(engine.generate([i], params())) for i in (1, 2, 3)))
+        assert [len(tokens) for tokens, _ in got] == [6, 6, 6]
+
+    engine = AsyncLLM(tiny_llm(ENDLESS, num_kv_blocks=64), max_pending=1)
+    asyncio.run(three())
+    asyncio.run(three())
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("how", ["abort", "timeout"])
+def test_every_completion_has_an_end(how: str, begun: bool) -> None:
+    """Also those of a prompt that was not computed yet: they were never split off."""
+
+    async def main() -> None:
+        llm = tiny_llm(ENDLESS, num_kv_blocks=300, max_num_batched_tokens=4)
+        async with AsyncLLM(llm) as engine:
+            length, ends = (2 if begun else 3000), []
+            timeout = 0.3 if how == "timeout" else None
+            stream = engine.generate([5] * length, params(4000 - length, n=3), request_id="x", timeout=timeout)
+            if how == "abort":
+                asyncio.get_running_loop().call_later(0.3, lambda: asyncio.ensure_future(engine.abort("x")))
+            async for delta in stream:
+                ends += [(delta.index, delta.finish_reason)] if delta.finish_reason else []
+            assert sorted(ends) == [(i, how) for i in range(3)]
+            await settled(engine)
+            assert in_engine(engine) == 0 and not llm.requests
+
+    asyncio.run(main())

@@ -11,6 +11,7 @@ from tiny import TINY, tiny_llm
 
 from minillm import bench
 from minillm.metrics import RequestMetrics, StepRecord, goodput, useful_share
+from minillm.request import SamplingParams
 
 ENDLESS = replace(TINY, eos_token_ids=())
 
@@ -71,3 +72,33 @@ def test_useful_share_and_goodput() -> None:
     slow, lost = RequestMetrics(0.0, [3.0, 3.5], 3.5), RequestMetrics(0.0, [0.1])
     assert goodput([good, slow, lost], 4.0, max_ttft=1.0, max_tpot=0.5) == 0.25
     assert goodput([good], 4.0, 1.0, 0.5, max_e2e=1.9) == 0.0
+
+
+def test_a_request_counts_once_however_many_completions_it_has() -> None:
+    llm = tiny_llm(ENDLESS, num_kv_blocks=64)
+    items = bench.workload(10, (3, 3), (2, 2), 96)[::-1]
+    report = bench.run(llm, items, SamplingParams(n=3, temperature=1.0, ignore_eos=True), slo=(10.0, 10.0))
+    assert report.requests_per_second == report.goodput == pytest.approx(10 / report.seconds)
+    assert (report.input_tokens, report.output_tokens) == (30, 60)
+
+
+def test_what_there_is_no_number_for_has_none() -> None:
+    """One token has no gap to another; a request that timed out is not served; all refused is not fast."""
+    llm = tiny_llm(ENDLESS, num_kv_blocks=4)
+    one, two = bench.Item([1, 2], 1), bench.Item([1, 2], 2)
+    assert bench.run(llm, [one, one, one, two]).percentiles["tpot"][50] > 0
+    late = bench.run(llm, [bench.Item([1, 2], 40, timeout=1e-9)], slo=(1.0, 1.0))
+    assert late.requests_per_second == late.goodput == 0.0 and late.num_timed_out == 1
+    refused = bench.run(llm, [bench.Item([1] * 200, 3)])
+    assert refused.num_refused == 1 and set(refused.percentiles["ttft"].values()) == {None}
+
+
+def test_a_layer_reads_no_more_than_its_window() -> None:
+    read = {}
+    for window, layers in ((None, None), (4, None), (4, (True, False))):
+        llm = tiny_llm(replace(ENDLESS, sliding_window=window, sliding_layers=layers), num_kv_blocks=64)
+        llm.generate([1] * 40, SamplingParams(max_tokens=3, temperature=0.0))
+        read[window, layers] = llm.stats()["bytes_moved"]
+    weights = read[4, None] - 3 * 4 * llm.cache.bytes_per_token
+    assert read[None, None] - weights == (40 + 41 + 42) * llm.cache.bytes_per_token
+    assert read[4, (True, False)] - weights == pytest.approx((22 + 22.5 + 23) * llm.cache.bytes_per_token)

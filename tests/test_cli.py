@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run(*arguments: str, input: str | None = None) -> Result:
+def run(*arguments: str, input: str | bytes | None = None) -> Result:
     result = CliRunner().invoke(main, list(arguments), input=input)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -50,6 +50,13 @@ def test_generate_json_has_text_tokens_and_metrics(tiny: str) -> None:
     assert len(report["prompt_token_ids"]) == 4  # he l l o
     assert 0 < report["metrics"]["ttft"] <= report["metrics"]["e2e"] and report["metrics"]["tpot"] > 0
     assert json.loads(run("generate", "-", *arguments, input="hello").stdout)["outputs"] == report["outputs"]
+
+
+def test_input_that_is_not_utf8_is_read_with_replacements(tiny: str) -> None:
+    arguments = ("--model", tiny, "--max-tokens", "2", "--json")
+    report = json.loads(run("generate", "-", *arguments, input=b"caf\xe9 \xf0\x9f\n").stdout)
+    assert report["prompt"] == "caf\ufffd \ufffd\n"
+    assert run("chat", "--model", tiny, "--max-tokens", "2", input=b"caf\xe9\n\n").exit_code == 0
 
 
 def test_generate_streams_text_and_prints_one_line_of_numbers(tiny: str) -> None:

@@ -15,7 +15,7 @@ from helpers_models import tiny_config
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-from minillm import LLM, SamplingParams, gpu_runner  # noqa: E402
+from minillm import LLM, SamplingParams, gpu_inputs, gpu_runner  # noqa: E402
 from minillm.errors import RequestError  # noqa: E402
 from minillm.model import Transformer  # noqa: E402
 from minillm.scheduler import Scheduler  # noqa: E402
@@ -214,7 +214,7 @@ def test_an_error_while_a_table_is_sent_leaves_no_old_table(monkeypatch) -> None
     text, params = list(range(1, 12)), SamplingParams(max_tokens=6, **GREEDY)
     name = fast.add_request(text, params)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_runner, "upload", lambda *_: 1 / 0)
+        patch.setattr(gpu_inputs, "upload", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fast.step()
     while not fast.is_done(name):
@@ -236,7 +236,7 @@ def test_not_finite_logits_end_one_request() -> None:
 # ---- graphs: padding and persistent buffers
 
 
-def with_graphs(llm: LLM, sizes: tuple[int, ...] = ()) -> list[gpu_runner.Shape]:
+def with_graphs(llm: LLM, sizes: tuple[int, ...] = ()) -> list[gpu_inputs.Shape]:
     """Without a GPU: the shapes that get a graph there (those of `sizes` tokens) are computed in full, from the same
     buffers. Returns a list of what was replayed."""
     runner, replayed = llm.runner, []
@@ -258,14 +258,14 @@ def with_graphs(llm: LLM, sizes: tuple[int, ...] = ()) -> list[gpu_runner.Shape]
 
 def test_pad_rows() -> None:
     """vLLM 43869 (slot -1 is the last slot), rvllm 32 (live slot 0): padding takes the spare block, reads nothing."""
-    for group in gpu_runner.GROUPS:
+    for group in gpu_inputs.GROUPS:
         fields = {name: np.full(6, 77, dtype=kind) for name, kind, _ in group}
-        gpu_runner.pad_rows(fields, 2, 5, spare_slot=40)
+        gpu_inputs.pad_rows(fields, 2, 5, spare_slot=40)
         for name, kind, empty in group:
             want = 40 if name == "slots" else empty
             assert fields[name].dtype == kind
             assert fields[name].tolist() == [77, 77, want, want, want, 77]
-    empty = gpu_runner.HARMLESS
+    empty = gpu_inputs.HARMLESS
     assert empty["counts"] == 0 and empty["lengths"] == 0 and empty["sources"] == -1 and empty["temperatures"] == 0.0
 
 
@@ -350,7 +350,7 @@ def test_steps_of_every_kind_are_the_same_in_a_graph(options) -> None:
 
 
 def test_graph_shapes() -> None:
-    shape = gpu_runner.Shape
+    shape = gpu_inputs.Shape
     assert shape(4, 4, 0, 4).decode and not shape(4, 4, 1, 4).decode and not shape(5, 4, 0, 4).decode
     assert shape(8, 8, 0, 8).holds(shape(3, 3, 0, 3)) and not shape(2, 2, 0, 2).holds(shape(3, 3, 0, 3))
     assert shape(64, 8, 4, 8).holds(shape(30, 2, 3, 1)) and not shape(64, 8, 4, 8).holds(shape(30, 2, 5, 1))
@@ -453,3 +453,10 @@ def test_ahead_is_the_schedulers_choice() -> None:
     assert Scheduler.ahead(fast.scheduler, plan) is not None
     fast.pool.allocate(fast.pool.num_free)
     assert Scheduler.ahead(fast.scheduler, plan) is None
+
+
+def test_packed_weights_are_refused_in_a_sentence() -> None:
+    model = Transformer.from_state(tiny_config(), random_state_dict(tiny_config(), 0))
+    if model.head.weight is None:  # they were packed: float32 on a CPU with oneDNN
+        with pytest.raises(RequestError, match="pack=False"):
+            LLM.from_parts(tiny_config(), model, None, attention="triton", num_kv_blocks=4)

@@ -451,3 +451,31 @@ def test_an_error_with_swapped_requests_computes_them_again() -> None:
     while llm.scheduler.running or llm.scheduler.waiting:
         llm.step()
     assert [r.output for r in requests] == solo
+
+
+@pytest.mark.parametrize("scheduling", ["static", "dynamic"])
+def test_padding_is_part_of_a_steps_budget(scheduling: str) -> None:
+    """One prompt of 200 tokens and 90 of 2 were padded to 18,200 tokens under a budget of 400."""
+    llm = tiny_llm(ENDLESS, scheduling=scheduling, max_num_batched_tokens=400, max_num_seqs=128, num_kv_blocks=512)
+    prompts = [[1] * 2] * 30 + [[1] * 200] + [[1] * 2] * 60
+    llm.timeline = []
+    assert [len(out.outputs[0].token_ids) for out in llm.generate(prompts, params(2))] == [2] * 91
+    sizes = [sum(end - start for _, _, start, end in step.work) + step.padding for step in llm.timeline]
+    assert max(sizes) <= 400 and llm.stats()["padding_tokens"] > 0
+    assert [len(step.work) for step in llm.timeline] == [30, 30, 2, 2, 59, 59]
+
+
+def test_a_static_batch_is_full_when_its_seats_are() -> None:
+    llm = tiny_llm(ENDLESS, scheduling="static", batch_delay=60.0, max_num_seqs=4, num_kv_blocks=64)
+    outputs = llm.generate([[1, 2]], params(3, n=4))  # it does not wait for a minute
+    assert len(outputs[0].outputs) == 4
+
+
+def test_a_prompt_that_ends_early_has_all_its_completions() -> None:
+    llm = tiny_llm(ENDLESS, num_kv_blocks=64)
+    llm.add_request([1, 2, 3], params(9, n=3), request_id="x", timeout=1e-9)
+    news = llm.step()
+    assert [(request.index, delta.finish_reason) for request, delta in news] == [(i, "timeout") for i in range(3)]
+    output = RequestOutput.of(llm.requests["x"])
+    assert [one.finish_reason for one in output.outputs] == ["timeout"] * 3 and not llm.scheduler.hurried
+    assert llm.abort("x") == [] and not llm.requests

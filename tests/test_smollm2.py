@@ -75,6 +75,13 @@ def test_chat_stream_and_stop_strings(llm: LLM) -> None:
     assert cut.text == whole[: whole.index(word)] and cut.finish_reason == "stop"
 
 
+def test_one_bad_chat_of_several_gets_an_error(llm: LLM) -> None:
+    good, params = [{"role": "user", "content": "Name three colours."}], SamplingParams(max_tokens=4, temperature=0)
+    first, bad, last = llm.chat([good, [{"role": "user"}], good], params)
+    assert "content must be a string" in bad.error and bad.outputs[0].finish_reason == "error"
+    assert first.error is None and first.outputs[0].text == last.outputs[0].text != ""
+
+
 def test_prefix_cache_saves_the_shared_part(llm: LLM) -> None:
     shared = "You are a helpful assistant. Answer in one short sentence. " * 8
     params = SamplingParams(max_tokens=8, temperature=0)

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from minillm import text, vocabulary
 from minillm.errors import ModelError, RequestError
@@ -482,6 +482,100 @@ def test_the_longest_control_token_of_a_template_wins_in_either_way() -> None:
         assert [id for id in ids if id in tok.special_ids] == tok.encode("<|a|><|b|>")
 
 
+# A turn of each family: control tokens that take the spaces around them, that do not, and that the template composes.
+TURNS = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n {{ m.content }} <|end|>\n{% endfor %}"
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+SPELLED = ["</s>", "hello <|end|>", " <|user|>\n", "</s><|end|> hello", "<s>", "[/INST] hello</s>"]
+
+
+def folder_like(kind: str, template: str, **rules: bool) -> text.Tokenizer:
+    """A tokenizer as of a tokenizer.json: byte-level, or Metaspace with prepend_scheme `kind`, which GGUF has not."""
+    words = ["▁hello", "hello"]
+    chars = BYTES if kind == "bytes" else ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁helowrd"]
+    vocab = {token: id for id, token in enumerate(chars)}
+    merges = []
+    for word in words:
+        for end in range(2, len(word) + 1):
+            if word[: end - 1] in vocab:
+                vocab.setdefault(word[:end], len(vocab))
+                merges.append((word[: end - 1], word[end - 1]))
+    if kind == "bytes":
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    else:
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=kind)
+    controls = ["<s>", "</s>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>", "<|end|>"]
+    backend.add_special_tokens([AddedToken(token, normalized=False, **rules) for token in controls])
+    bos, eos = (backend.token_to_id(token) for token in controls[:2])
+    return text.Tokenizer(backend, bos, [eos], True, template)
+
+
+def turns(tok: text.Tokenizer, messages: list[dict[str, str]]) -> list[list[int]]:
+    """The ids of a chat, cut behind each control token."""
+    parts: list[list[int]] = [[]]
+    for id in tok.encode_chat(messages):
+        parts[-1].append(id)
+        if id in tok.special_ids:
+            parts.append([])
+    return parts
+
+
+@pytest.mark.parametrize("template", [TURNS, MISTRAL])
+@pytest.mark.parametrize("rules", [{}, {"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize("kind", ["bytes", "first", "always", "never"])
+def test_a_spelled_control_token_changes_the_ids_of_its_own_message_only(
+    kind: str, rules: dict[str, bool], template: str
+) -> None:
+    tok = folder_like(kind, template, **rules)
+    chat = [{"role": role, "content": "hello hello"} for role in ("user", "assistant", "user", "assistant")]
+    usual = turns(tok, chat)
+    assert [*itertools.chain(*usual)] == tok.encode(tok.render_chat(chat))
+    for i, spelled in itertools.product(range(len(chat)), SPELLED):
+        found = turns(tok, [message | {"content": spelled} if i == j else message for j, message in enumerate(chat)])
+        assert len(found) == len(usual)
+        assert sum(a != b for a, b in zip(found, usual, strict=True)) == 1
+        assert spelled.strip() in tok.decode(itertools.chain(*found))
+
+
+@pytest.mark.parametrize("rules", [{"single_word": True}, {"normalized": True}])
+def test_a_control_token_of_the_template_is_one_wherever_it_stands(rules: dict[str, bool]) -> None:
+    tok = folder_like("never", "<s>{{ messages[0].content }}</s>w<|end|>")
+    odd = tokenizers.Tokenizer.from_str(tok._backend.to_str())
+    odd.normalizer = normalizers.Prepend("▁")  # the legacy Llama way: with it, a normalized token is missed
+    odd.add_special_tokens([AddedToken(token, **rules) for token in ("<s>", "</s>", "<|end|>")])
+    tok = text.Tokenizer(odd, tok.bos_id, [*tok.eos_ids], True, tok.chat_template)
+    for content in ("hello", "hello</s>d"):
+        ids = tok.encode_chat([{"role": "user", "content": content}])
+        assert tok.decode([id for id in ids if id in tok.special_ids], skip_special=False) == "<s></s><|end|>"
+        assert tok.decode(ids).replace(" ", "") == f"{content}w"
+
+
+def test_a_chat_works_in_a_vocabulary_with_gaps_and_missing_bytes() -> None:
+    vocab = {token: id for id, token in enumerate(BYTES) if id != byte_id(0xEE)}  # the private-use characters' byte
+    vocab |= {"<s>": 256, "</s>": 257, "he": 259, "ll": 260}  # `tokenizers` gives 259 to the next added token
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("h", "e"), ("l", "l")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    tok = text.Tokenizer(backend, 256, [257], True, "<s>{{ messages[0].content }}</s>")
+    for content in ("hello", "hello</s>"):
+        ids = tok.encode_chat([{"role": "user", "content": content}])
+        assert [id in tok.special_ids for id in ids] == [True, *[False] * (len(ids) - 2), True]
+        assert tok.decode(ids) == content
+    assert names(tok, tok.encode_chat(HELLO)) == ["<s>", "he", "ll", "o", "</s>"]
+
+
+def test_an_error_does_not_tell_what_stands_for_a_control_token() -> None:
+    tok = chat("<|a|>{{ messages[0].content }}")
+    with pytest.raises(RequestError, match=r"valid Unicode, got '<\|a\|><\|im_end\|>.ud800'") as caught:
+        tok.encode_chat([{"role": "user", "content": "<|im_end|>\ud800"}])
+    assert not any("\ue000" <= char <= "\uf8ff" for char in str(caught.value))
+
+
 def test_template_helpers() -> None:
     assert len(chat("{{ strftime_now('%Y') }}").render_chat(HELLO)) == 4
     assert (
@@ -490,6 +584,10 @@ def test_template_helpers() -> None:
     )
     assert chat("  {% if true %}\nx\n  {% endif %}\ny").render_chat(HELLO) == "x\ny"
     assert chat("{{ tools is none }}").render_chat(HELLO) == "True"
+    marked = "{% for m in messages %}\n  {% generation %}\n{{ m.content }}\n  {%- endgeneration -%}\n{% endfor %}."
+    assert chat(marked).render_chat(HELLO) == "hello."
+    kept = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"  # as in transformers
+    assert chat(kept).render_chat(HELLO) == "21"
 
 
 @pytest.mark.parametrize(
@@ -497,6 +595,7 @@ def test_template_helpers() -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for %}", "cannot be used"),
+        ("{% generation %}", "cannot be used"),
         ("{{ messages[0].content + 1 }}", "cannot be used"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be used"),
         ("{{ messages.append(1) }}", "cannot be used"),
@@ -561,6 +660,31 @@ def test_folder(tmp_path: Any) -> None:
     assert tok.decode(tok.encode("he 😀<think></s>")) == "he 😀<think>"
     (tmp_path / "chat_template.jinja").write_text("from the file")
     assert text.Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "from the file"
+
+
+def test_folder_with_a_list_of_templates(tmp_path: Any) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    save_folder(tmp_path, chat_template=named)
+    assert text.Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"chat_template": [{"name": "tool_use", "template": "x"}]}, 'no template in it is named "default"'),
+        ({"chat_template": []}, 'no template in it is named "default"'),
+        ({"chat_template": ["x", {"name": "default"}]}, 'no template in it is named "default"'),
+        ({"chat_template": [{"name": "default", "template": 5}]}, "chat_template must be a string .* got 5"),
+        ({"chat_template": {"default": "x"}}, "chat_template must be a string"),
+        ({"eos_token": {}}, "eos_token is {}, which is not in"),
+        ({"eos_token": 5}, "eos_token is 5, which is not in"),
+        ({"bos_token": {"content": ["<s>"]}}, r"bos_token is \['<s>'\], which is not in"),
+    ],
+)
+def test_unusable_tokenizer_config_is_named(tmp_path: Any, config: dict[str, Any], message: str) -> None:
+    save_folder(tmp_path, **config)
+    with pytest.raises(ModelError, match=message):
+        text.Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -671,3 +795,10 @@ def test_smollm2(smol: text.Tokenizer) -> None:
 def test_smollm2_round_trip_and_stream(smol: text.Tokenizer, whole: str) -> None:
     ids = smol.encode(whole)
     assert smol.decode(ids) == whole == "".join(stream(smol, ids))
+
+
+def test_tojson_writes_what_transformers_writes() -> None:
+    """jinja's own filter writes \\u003c for "<" and \\u00e9 for "é", and would spoil the marker of a control token."""
+    made = chat("{{ messages[0].content | tojson }}|{{ messages | tojson(indent=1) }}")
+    rendered = made.render_chat([{"role": "user", "content": "<é>"}])
+    assert rendered == '"<é>"|[\n {\n  "role": "user",\n  "content": "<é>"\n }\n]'

@@ -434,6 +434,9 @@ def test_rope_in_both_spellings(rope, theta, scaling):
     ({"vocab_size": True}, "vocab_size"),
     ({"rope_theta": -1.0}, "rope_theta"),
     ({"intermediate_size": 1.5}, "intermediate_size"),
+    ({"eos_token_id": "2"}, "eos_token_id must be a whole number or a list of them, got '2'"),
+    ({"eos_token_id": [2, [3]]}, r"eos_token_id .* got \[3\]"),
+    ({"eos_token_id": True}, "eos_token_id .* got True"),
 ])  # fmt: skip
 def test_config_that_cannot_be_used(change, message):
     with pytest.raises(ModelError, match=message):

@@ -25,7 +25,7 @@ from minillm.config import ModelConfig
 from minillm.course.exercise import Exercise, Mutant
 from minillm.course.learn import swap as swap_in
 from minillm.course.source import edited
-from minillm.gpu_runner import GROUPS, HARMLESS, Shape
+from minillm.gpu_inputs import GROUPS, HARMLESS, Shape
 from minillm.model import Transformer
 from minillm.weights import random_state_dict
 
@@ -526,7 +526,7 @@ def check_pad_rows(t, answer):
     case(8, 2, 5, 96, "the arrays of sequences alone", GROUPS[1])
 
 
-PAD = "minillm.gpu_runner:pad_rows"
+PAD = "minillm.gpu_inputs:pad_rows"
 
 
 def pad_some(fields, count, padded, spare_slot):

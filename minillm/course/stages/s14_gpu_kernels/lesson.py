@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from matplotlib.patches import Rectangle
 
-from minillm import LLM, SamplingParams, attention, gpu_runner, kernels, kv, roofline
+from minillm import LLM, SamplingParams, attention, gpu_inputs, gpu_runner, kernels, kv, roofline
 from minillm.config import ModelConfig
 from minillm.course import compare, predict, quiz, show_source, swap
 from minillm.course.exercise import get_exercise
@@ -412,7 +412,7 @@ for name in SHAPES:
 # a graph does:
 
 # %%
-show_source(gpu_runner.pad_rows)
+show_source(gpu_inputs.pad_rows)
 
 
 def careless_padding(fields, count, padded, spare_slot):
