@@ -21,7 +21,8 @@ class SamplingParams:
     """How to choose tokens and when to stop. Names, meaning and defaults are vLLM's.
 
     max_tokens: most tokens to generate; 0 only scores the prompt. min_tokens: no end token before so many.
-    temperature: 0 is greedy. top_k: 0 is off. seed: draws depend on (seed, position) only, not on batch mates.
+    temperature: 0 is greedy. top_k: 0 is off; then top_p, then min_p look at what is left (vLLM's V1 engine takes min_p
+    first). seed: draws depend on (seed, position) only, not on batch mates.
     n: completions for each prompt. stop: strings that end the text and are not part of it. stop_token_ids: added to
     the model's own end tokens. logprobs: for each generated token, its log probability and those of the so many
     likeliest, from the model's raw logits. prompt_logprobs: the same for the prompt's tokens (the first has none).

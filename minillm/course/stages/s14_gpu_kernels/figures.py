@@ -25,9 +25,13 @@ class Figures:
         self.found = bool(data)
         self.name = self.data.get("gpu", "no GPU")
         self.rows = {(r["workload"], r["model"], r["engine"], r["mode"]): r for r in self.data.get("rows", [])}
-        # bytes/s of the GPU when it measured one stream, which is what the lesson compares with it
-        runs = [self.data["runs"][r["run"]] for r in self.rows.values() if r["workload"] == "a"]
-        self.read = runs[0]["machine"]["read"] if runs else math.nan
+        # one GPU reads faster than another: what a row is compared with was measured in the same run
+        self.reads = [run["machine"]["read"] for run in self.data.get("runs", [])]
+
+    def read(self, model: str) -> float:
+        """Bytes/s that the GPU of a model's one-stream row could read."""
+        row = self.rows.get(("a", model, "minillm", ""))
+        return self.reads[row["run"]] if row else math.nan
 
     def get(self, field: str, model: str, mode: str = "", workload: str = "a", engine: str = "minillm") -> float:
         row = self.rows.get((workload, model, engine, mode), {})
@@ -42,7 +46,11 @@ class Figures:
         if not self.found:
             return f"{FILE} is not here (it comes with the repository), so figures from a GPU are shown as nan."
         versions = ", ".join(f"{name} {version}" for name, version in self.data.get("versions", {}).items())
-        return f"Figures from {FILE}: {self.name}, reads {self.read / 1e9:,.0f} GB/s (measured); {versions}."
+        return f"Figures from {FILE}: {self.name}, reads {self.span()} (measured); {versions}."
+
+    def span(self) -> str:
+        low, high = (f"{read / 1e9:,.0f}" for read in (min(self.reads), max(self.reads)))
+        return f"{low} to {high} GB/s" if low != high else f"{low} GB/s"
 
 
 def gpu_figures() -> Figures:

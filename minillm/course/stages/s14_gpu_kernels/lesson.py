@@ -55,7 +55,7 @@ SHAPES = {
     SMALL: llm.config,
     LARGE: ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072),  # from its config.json
 }
-floor = {name: roofline.step_bytes(config, [256], 2, 2) / gpu.read for name, config in SHAPES.items()}
+floor = {name: roofline.step_bytes(config, [256], 2, 2) / gpu.read(name) for name, config in SHAPES.items()}
 print(f"{gpu.name}, one user, bfloat16, context 256; tokens per second")
 print(f"{'':<14}{'bytes a step':>14}{'the limit':>12}{'transformers, eager':>21}{'minillm':>10}")
 for name, config in SHAPES.items():
@@ -521,7 +521,7 @@ plt.show()
 # So what is the limit now? Divide the bytes by the time:
 
 # %%
-print(f"{gpu.name}, one user; measured reading: {gpu.read / 1e9:,.0f} GB/s")
+print(f"{gpu.name}, one user")
 print(f"{'':<14}{'tokens/s':>9}{'GB/s':>8}{'of the bandwidth':>18}{'kernels':>9}{'us a kernel':>13}")
 for name in (SMALL, "Qwen3-0.6B", "Llama-3.2-1B", LARGE):
     launched, work = gpu.get("kernels_per_step", name), gpu.get("gpu_ms_per_step", name)
