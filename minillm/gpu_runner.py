@@ -194,13 +194,14 @@ class GpuRunner(runner.Runner):
     @on_its_device
     def _capture(self, shapes: Sequence[Shape]) -> None:
         pool = None
+        stream = torch.cuda.Stream(self.device)  # torch's own capture stream stays on the first GPU that ever used it
         for shape in sorted(shapes, key=lambda shape: -shape.tokens):
             inputs = self.inputs[shape.decode]
             inputs.send({}, Shape(0, 0, 0, 0), shape, self.spare_slot)
             self._compute(shape, inputs)  # compiles what is not compiled yet
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 hidden = self._compute(shape, inputs)
             pool = pool or graph.pool()
             self.graphs[shape] = Graph(graph, hidden)

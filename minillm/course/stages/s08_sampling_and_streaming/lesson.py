@@ -412,8 +412,8 @@ four = torch.tensor([2.0, -2.0, 1.0, 0.0])
 seen = [0, 1]  # tokens 0 and 1 occurred
 naive = four.clone()
 naive[seen] /= 2.0
-two, none = torch.tensor([2.0]), torch.tensor([0.0])
-engine = sampler.penalize(four[None], prompts=[seen], outputs=[[0, 0]], repetition=two, presence=none, frequency=none)[0]
+repetition, presence, frequency = torch.tensor([[2.0], [0.0], [0.0]])
+engine = sampler.penalize(four[None], [seen], [[0, 0]], repetition, presence, frequency)[0]
 for label, x in (("no penalty", four), ("always divide", naive), ("the engine", engine)):
     print(f"{label:<14}scores {x.tolist()!s:<24}probability of token 1: {float(x.softmax(-1)[1]):.3f}")
 
