@@ -377,11 +377,12 @@ class LLM:
         children = self._children(request)
         for child in children:
             self._start_text(child)
+            self.requests[request.id].append(child)
             self.scheduler.fork(request, child)
         return children
 
     def _children(self, request: Request) -> list[Request]:
-        """The completions of a prompt that are not split off yet, known by its id from now on."""
+        """The completions of a prompt that are not split off yet."""
         children = []
         for index in range(1, request.num_forks + 1):
             child = Request(
@@ -399,7 +400,6 @@ class LLM:
                 stop_ids=request.stop_ids,
             )
             children.append(child)
-        self.requests[request.id] += children
         return children
 
     def _accept(self, request: Request, token: int, scores: dict[int, float] | None, now: float) -> Delta:
@@ -447,6 +447,7 @@ class LLM:
         for child in self._children(request):
             child.status, child.finish_reason, child.error = Status.FINISHED, reason, request.error
             child.metrics.finished = time.perf_counter()
+            self.requests[child.id].append(child)
             news.append(self._tell(child, Delta("", [], reason, child.index)))
         request.num_forks = 0
         return news
