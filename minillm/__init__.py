@@ -10,13 +10,13 @@ __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams"]
 
 if TYPE_CHECKING:
     from .async_engine import AsyncLLM
-    from .engine import LLM
+    from .llm import LLM
     from .request import RequestOutput, SamplingParams
 
 
 def __getattr__(name: str) -> Any:
     """Import the engine on first use, so that `import minillm` (and `minillm --help`) stays quick."""
-    modules = {"LLM": "engine", "AsyncLLM": "async_engine", "SamplingParams": "request", "RequestOutput": "request"}
+    modules = {"LLM": "llm", "AsyncLLM": "async_engine", "SamplingParams": "request", "RequestOutput": "request"}
     if name in modules:
         return getattr(import_module(f".{modules[name]}", __name__), name)
     raise AttributeError(f"module 'minillm' has no attribute {name!r}")

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine import LLM
 from .errors import MinillmError, RequestError
+from .llm import LLM
 from .request import Delta, Prompt, SamplingParams, check_timeout
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from tqdm import tqdm
 
 from . import metrics
-from .engine import LLM
 from .errors import RequestError
+from .llm import LLM
 from .metrics import RequestMetrics, StepRecord
 from .request import Request, RequestOutput, SamplingParams
 

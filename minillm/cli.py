@@ -13,7 +13,7 @@ from . import __version__
 from .errors import MinillmError
 
 if TYPE_CHECKING:
-    from .engine import LLM
+    from .llm import LLM
     from .request import SamplingParams
 
 
@@ -141,7 +141,7 @@ def chat(model: str, device: str, dtype: str, system: str | None, **sampling: An
 
 
 def _load(model: str, device: str, dtype: str) -> LLM:
-    from .engine import LLM
+    from .llm import LLM
 
     return LLM(model, device=device, dtype=dtype)
 

@@ -140,7 +140,7 @@ def test_help_lists_the_engine_and_the_course() -> None:
     [
         ("import minillm, minillm.cli", ["transformers", "torch", "numpy", "tokenizers", "tqdm"]),
         ("from minillm.cli import main; main(['--help'], standalone_mode=False)", ["transformers", "torch", "numpy"]),
-        ("import minillm.engine, minillm.course.demo; minillm.LLM", ["transformers", "matplotlib", "accelerate"]),
+        ("import minillm.llm, minillm.course.demo; minillm.LLM", ["transformers", "matplotlib", "accelerate"]),
     ],
 )
 def test_what_is_not_imported(code: str, absent: list[str]) -> None:

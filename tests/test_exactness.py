@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import TINY, greedy_reference, run, tiny_llm, tiny_model, tokens_of
 
 from minillm import scheduler
-from minillm.engine import LLM
+from minillm.llm import LLM
 from minillm.request import SamplingParams
 
 WINDOWED = dataclasses.replace(TINY, sliding_window=5, sliding_layers=(True, False), qk_norm=True, qkv_bias=True)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from minillm import sampler, text
 from minillm.blocks import KVPool
-from minillm.engine import LLM
 from minillm.errors import RequestError
+from minillm.llm import LLM
 from minillm.request import Request, SamplingParams, Status
 
 MODEL = tiny_model()

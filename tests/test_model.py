@@ -9,7 +9,7 @@ import torch
 from tiny import full_logits
 
 from minillm.config import ModelConfig, RopeScaling
-from minillm.engine import LLM
+from minillm.llm import LLM
 from minillm.model import Linear, Transformer, rope_frequencies
 from minillm.request import SamplingParams
 from minillm.weights import open_checkpoint

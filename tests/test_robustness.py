@@ -13,8 +13,8 @@ from tiny import TINY, Scripted, full_logits, run, tiny_llm, tiny_model, tokens_
 
 from minillm import sampler
 from minillm.config import EngineConfig
-from minillm.engine import LLM
 from minillm.errors import RequestError
+from minillm.llm import LLM
 from minillm.request import SamplingParams
 
 FREE = dict(temperature=1.0, ignore_eos=True)

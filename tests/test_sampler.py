@@ -10,7 +10,7 @@ import torch
 from tiny import TINY, Scripted, one_hot, run, tokens_of
 
 from minillm import sampler
-from minillm.engine import LLM
+from minillm.llm import LLM
 from minillm.metrics import RequestMetrics
 from minillm.request import Request, SamplingParams
 

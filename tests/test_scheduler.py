@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import TINY, Scripted, one_hot, run, tiny_llm, tokens_of
 
-from minillm.engine import LLM
 from minillm.errors import RequestError
+from minillm.llm import LLM
 from minillm.request import RequestOutput, SamplingParams, Status
 
 ENDLESS = replace(TINY, eos_token_ids=())

@@ -10,7 +10,7 @@ import torch
 from tiny import full_logits
 
 from minillm import hub, weights
-from minillm.engine import LLM
+from minillm.llm import LLM
 from minillm.model import Transformer
 from minillm.request import SamplingParams
 
@@ -93,7 +93,7 @@ def test_prefix_cache_saves_the_shared_part(llm: LLM) -> None:
 
 
 def test_importing_the_engine_does_not_import_transformers() -> None:
-    code = "import sys, minillm, minillm.engine, minillm.cli; minillm.LLM; print('transformers' in sys.modules)"
+    code = "import sys, minillm, minillm.llm, minillm.cli; minillm.LLM; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

@@ -14,7 +14,7 @@ import torch
 from test_text_in_engine import Pieces
 from tiny import TINY, tiny_model
 
-from minillm.engine import LLM
+from minillm.llm import LLM
 from minillm.model import Transformer
 from minillm.request import Request, SamplingParams, Status
 from minillm.weights import random_state_dict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import TINY, Scripted, one_hot
 
-from minillm.engine import LLM
+from minillm.llm import LLM
 from minillm.request import SamplingParams
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from minillm import attention
 from minillm.config import ModelConfig
-from minillm.engine import LLM
 from minillm.kv import KVCache
+from minillm.llm import LLM
 from minillm.model import Batch, Transformer
 from minillm.request import RequestOutput, SamplingParams
 from minillm.weights import random_state_dict

@@ -21,8 +21,8 @@ import torch
 from tqdm import tqdm
 
 from .. import __version__, attention, kv, metrics, roofline
-from ..engine import LLM
 from ..errors import MinillmError
+from ..llm import LLM
 from ..model import Batch, Transformer
 from ..request import SamplingParams
 from .demo_figure import draw

@@ -205,7 +205,7 @@ def _generate(prompt: str, max_tokens: int) -> tuple[list[int], str]:
 
 def make_llm(**options: Any) -> Any:
     """A new engine around the course's model, which is loaded once. Where it was not fetched: a tiny random model."""
-    from ..engine import LLM
+    from ..llm import LLM
 
     return LLM.from_parts(*_parts(), **options)
 
@@ -214,7 +214,7 @@ def make_llm(**options: Any) -> Any:
 def _parts() -> tuple[Any, Any, Any]:
     from .. import hub
     from ..config import ModelConfig
-    from ..engine import LLM
+    from ..llm import LLM
     from ..model import Transformer
     from ..weights import random_state_dict
 
