@@ -17,7 +17,7 @@ from typing import Any
 
 from .errors import MinillmError, RequestError
 from .llm import LLM
-from .request import Delta, Prompt, SamplingParams, check_timeout
+from .request import Delta, Prompt, SamplingParams, check_id, check_timeout
 
 
 class EngineDeadError(MinillmError):
@@ -79,7 +79,7 @@ class AsyncLLM:
         """
         check_timeout(timeout)
         if request_id is not None:
-            _check_id(request_id)
+            check_id(request_id)
         loop = asyncio.get_running_loop()
         seats, begun = self._seats.setdefault(loop, asyncio.Semaphore(self.max_pending)), loop.time()
         try:
@@ -111,7 +111,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request in any state; its stream ends with the reason "abort". An unknown one is left alone."""
-        _check_id(request_id)
+        check_id(request_id)
         self._send(lambda: self._abort(request_id))
 
     async def stats(self) -> dict[str, float]:
@@ -214,8 +214,3 @@ class AsyncLLM:
             self.llm.abort(name)
             caller.tell(error)
         self._callers.clear()
-
-
-def _check_id(request_id: object) -> None:
-    if not isinstance(request_id, str):
-        raise RequestError(f"request_id must be a string, got {request_id!r}.")

@@ -22,6 +22,7 @@ from .request import (
     Request,
     SamplingParams,
     Status,
+    check_id,
     check_timeout,
     prompt_tokens,
 )
@@ -88,11 +89,10 @@ class LLMEngine:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}.")
-        if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a string, got {request_id!r}.")
         if request_id is None:
             names = (f"request-{k}" for k in itertools.count(self._count))
             request_id = next(name for name in names if name not in self.requests)
+        check_id(request_id)
         if request_id in self.requests and not self.is_done(request_id):
             raise RequestError(f"a request with the id {request_id!r} is running already.")
         if not isinstance(priority, int) or isinstance(priority, bool):

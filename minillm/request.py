@@ -121,6 +121,12 @@ def _token(value: object) -> int:
     return int(value)
 
 
+def check_id(request_id: object) -> None:
+    """RequestError if it is no string."""
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id must be a string, got {request_id!r}.")
+
+
 def check_timeout(timeout: object) -> None:
     """RequestError if it is neither None nor a positive number of seconds."""
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
